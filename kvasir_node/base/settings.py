@@ -1,0 +1,328 @@
+"""All settings: names, defaults, units, meaning, and where each value came from.
+
+The only module that reads the environment. Every other module receives the smallest frozen part it needs.
+Order, strongest first: flag > `KVASIR_SECTION__KEY` > file > profile > default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvasir_node.base.errors import UsageError
+
+FILE_VERSION = 1
+SECONDS = 1.0
+MINUTES = 60 * SECONDS
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    name: str = ""  # shown to other peers; empty = the host's name
+    roles: tuple[str, ...] = ("coordinator", "hub", "worker")
+    data_dir: str = ""  # empty = $XDG_DATA_HOME/kvasir-node
+    profile: str = "local"  # local | lan | wan: a set of defaults for the distances of the swarm
+    device: str = "auto"  # auto | cpu | cuda:N
+    threads: int = 1  # torch threads of each computing thread
+    drain_timeout_s: float = 20 * SECONDS  # SIGTERM: how long running answers may take to finish
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/9481",)
+    join: tuple[str, ...] = ()  # tickets or multiaddrs
+    connect_timeout_s: float = 4 * SECONDS  # one address of one peer
+    keepalive_interval_s: float = 2 * SECONDS  # a ping on a connection that was silent this long
+    keepalive_timeout_s: float = 3 * SECONDS  # a peer that does not answer it this long is gone
+    peers_max: int = 512
+    streams_max: int = 256  # of one connection
+    stream_window_bytes: int = 8 * MIB
+    connection_buffer_bytes: int = 64 * MIB  # received and not yet read, all streams of one connection
+    frame_bytes_max: int = 32 * MIB  # one call's body
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    listen: str = "127.0.0.1:9480"  # HOST:PORT; port 0 = any; empty = no API
+    key: str = ""  # required as soon as `listen` is not loopback; only KVASIR_API__KEY or the file sets it
+    body_bytes_max: int = 4 * MIB
+    heartbeat_s: float = 10 * SECONDS  # an SSE comment when nothing else was sent
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    model: str = "demo"
+    slots: int = 4  # requests computed at once
+    queue: int = 64  # requests that wait; one more is refused with 429
+    context: int = 0  # tokens of prompt + answer per request; 0 = the model's own limit, at most 4096
+    prefill_chunk: int = 256  # prompt tokens computed between two decode steps
+    saturated_after_s: float = 0.5 * SECONDS  # every slot busy and the queue not empty this long
+    calm_after_s: float = 5 * SECONDS  # queue empty and few slots busy this long
+    calm_busy_ratio: float = 0.75
+    dtype: str = "auto"  # auto | float32 | bfloat16: what the trunk and the experts compute in
+    hold: str = "all"  # all | none | half: which routed experts are held here (half = the even ones of each layer)
+
+
+@dataclass(frozen=True, slots=True)
+class FanoutSettings:
+    enabled: bool = True
+    when: str = "saturated"  # saturated | always (for tests and benchmarks)
+    deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
+    deadline_floor_s: float = 0.05 * SECONDS  # ... but never less than this
+    deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
+    spot_check_ratio: float = 0.01  # share of remote calls that are recomputed and compared
+    trial_rows_max: int = 16  # rows of one trial
+    trials_per_address_max: int = 8  # trials started for one network address within `trial_window_s`
+    trial_window_s: float = 60 * SECONDS
+    cool_off_s: float = 5 * SECONDS  # first pause after a failure; doubles with each one
+    cool_off_max_s: float = 10 * MINUTES
+    ban_after: int = 5  # failures without a success between them
+    proof_ttl_s: float = 10 * MINUTES  # proof ends this long after the last right answer
+    in_flight_max: int = 8  # calls under way to one worker
+
+
+@dataclass(frozen=True, slots=True)
+class MarketSettings:
+    slice_bytes: int = 16 * MIB  # a slice of experts is at most this large (or one expert)
+    slices_max: int = 4096  # of one model
+    surge_copies_max: int = 2  # copies of a slice wanted at full pressure, beyond what is missing
+    report_interval_s: float = 1 * SECONDS  # coordinator to hub while demand changes
+    demand_ttl_s: float = 30 * SECONDS
+    gossip_interval_min_s: float = 1 * SECONDS
+    gossip_refresh_s: float = 10 * SECONDS
+    poll_interval_s: float = 2 * SECONDS  # an idle worker, ± half
+    lease_ttl_s: float = 15 * SECONDS
+    renew_interval_s: float = 3 * SECONDS
+    progress_timeout_s: float = 60 * SECONDS  # a lease that is not proven by then ends
+    tenure_min_s: float = 10 * SECONDS  # a worker that serves stays at least this long
+    surplus_grace_s: float = 5 * SECONDS  # demand must be gone this long before a worker is let go
+    leases_max: int = 65536
+    issuers_max: int = 1024
+    clock_skew_max_s: float = 10 * MINUTES
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    memory_bytes: int = 2 * GIB  # experts held in memory
+    slices_max: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    block_bytes: int = 1 * MIB
+    fetch_in_flight_max: int = 8  # blocks asked of one provider at once
+    fetch_timeout_s: float = 20 * SECONDS  # one block
+    fetch_attempts_max: int = 8  # of one block, over all providers
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    level: str = "info"  # debug | info | warning | error
+    format: str = "auto"  # auto | console | json
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One node's settings. `origins` maps "section.key" to default, profile, file, env or flag."""
+
+    node: NodeSettings = NodeSettings()
+    network: NetworkSettings = NetworkSettings()
+    api: ApiSettings = ApiSettings()
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    fanout: FanoutSettings = FanoutSettings()
+    market: MarketSettings = MarketSettings()
+    worker: WorkerSettings = WorkerSettings()
+    store: StoreSettings = StoreSettings()
+    log: LogSettings = LogSettings()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+SECTIONS = tuple(f.name for f in fields(Settings) if f.name != "origins")
+ROLES = ("coordinator", "hub", "worker")
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "local": {},
+    "lan": {"market.poll_interval_s": 4.0, "market.lease_ttl_s": 20.0},
+    "wan": {
+        "market.poll_interval_s": 10.0,
+        "market.lease_ttl_s": 45.0,
+        "market.renew_interval_s": 10.0,
+        "market.tenure_min_s": 60.0,
+        "market.surplus_grace_s": 30.0,
+        "fanout.deadline_floor_s": 0.3,
+        "fanout.deadline_ceiling_s": 5.0,
+        "network.connect_timeout_s": 10.0,
+    },
+}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "node.profile": tuple(PROFILES),
+    "coordinator.dtype": ("auto", "float32", "bfloat16"),
+    "coordinator.hold": ("all", "none", "half"),
+    "fanout.when": ("saturated", "always"),
+    "log.level": ("debug", "info", "warning", "error"),
+    "log.format": ("auto", "console", "json"),
+}
+_MAY_BE_ZERO = {"coordinator.queue", "coordinator.context", "fanout.spot_check_ratio", "market.surge_copies_max"}
+_SECRETS = {"api.key"}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B?)\Z", re.IGNORECASE)
+
+
+def default_config_path() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "kvasir-node" / "config.toml"
+
+
+def default_data_dir() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "kvasir-node"
+
+
+def environment() -> dict[str, str]:
+    """The process environment, for callers that pass it to `load_settings`."""
+    return dict(os.environ)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512M", "2GiB", "100000"; K, M, G, T are powers of 1024."""
+    match = _SIZE.match(text.strip())
+    if match is None:
+        raise UsageError(f"a size is a number with an optional K, M, G or T, such as 512M; got {text!r}")
+    power = "KMGT".find(match[2][:1].upper()) + 1 if match[2] and match[2][0].upper() in "KMGT" else 0
+    return int(float(match[1]) * 1024**power)
+
+
+def load_settings(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    file_required: bool = False,
+) -> Settings:
+    """Merges all sources into one Settings.
+
+    `flags` maps "section.key" to a value or its text. Raises UsageError that names the key, what came, and
+    what was expected.
+    """
+    layers = [("file", _read_file(file, required=file_required)), ("env", _read_env(env or {})), ("flag", flags or {})]
+    for key in layers[2][1]:
+        if key in _SECRETS:
+            raise UsageError(f"{key} is a secret and never comes from a flag; set {_env_name(key)} instead")
+    profile = "local"
+    for origin, values in layers:
+        if "node.profile" in values:
+            profile = _checked("node.profile", str, values["node.profile"], origin)
+    layers.insert(0, ("profile", PROFILES[profile]))
+    settings, origins = Settings(), dict.fromkeys(setting_keys(), "default")
+    for origin, values in layers:
+        for key, value in values.items():
+            settings = _with(settings, key, value, origin)
+            origins[key] = origin
+    return replace(settings, origins=origins)
+
+
+def setting_keys() -> tuple[str, ...]:
+    defaults = Settings()
+    return tuple(f"{section}.{f.name}" for section in SECTIONS for f in fields(getattr(defaults, section)))
+
+
+def _env_name(key: str) -> str:
+    section, _, name = key.partition(".")
+    return f"KVASIR_{section.upper()}__{name.upper()}"
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for name, value in env.items():
+        if not name.startswith("KVASIR_") or "__" not in name:
+            continue
+        section, _, key = name.removeprefix("KVASIR_").partition("__")
+        found[f"{section.lower()}.{key.lower()}"] = value
+    return found
+
+
+def _read_file(path: Path | None, *, required: bool) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if required:
+            raise UsageError(f"no settings file at {path}; `kvasir-node config init` writes one") from error
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"the settings file {path} cannot be read: {error}") from error
+    version = document.pop("version", None)
+    if version != FILE_VERSION:
+        raise UsageError(f"{path} must begin with `version = {FILE_VERSION}`; got {version!r}")
+    found: dict[str, Any] = {}
+    for section, values in document.items():
+        if not isinstance(values, dict):
+            raise UsageError(f"{path}: {section!r} is not a section; known sections: {', '.join(SECTIONS)}")
+        found |= {f"{section}.{key}": value for key, value in values.items()}
+    return found
+
+
+def _with(settings: Settings, key: str, value: Any, origin: str) -> Settings:
+    section, _, name = key.partition(".")
+    if section not in SECTIONS:
+        raise UsageError(f"unknown section in setting {key!r} ({origin}); known sections: {', '.join(SECTIONS)}")
+    part = getattr(settings, section)
+    hints = typing.get_type_hints(type(part))
+    if name not in hints:
+        raise UsageError(f"unknown setting {key!r} ({origin}); section {section} has: {', '.join(hints)}")
+    return replace(settings, **{section: replace(part, **{name: _checked(key, hints[name], value, origin)})})
+
+
+def _checked(key: str, kind: Any, value: Any, origin: str) -> Any:
+    """Converts text (env, `--set`) and checks type, choice and range."""
+    wrong = UsageError(f"setting {key} ({origin}) must be {_kind_name(kind)}; got {value!r}")
+    if kind is bool:
+        text = str(value).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+            raise wrong
+        return text in ("true", "1", "yes", "on")
+    if kind in (int, float):
+        return _checked_number(key, kind, value, wrong)
+    if kind is str:
+        if not isinstance(value, str):
+            raise wrong
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise UsageError(f"setting {key} ({origin}) must be one of {', '.join(_CHOICES[key])}; got {value!r}")
+        return value
+    items = tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(item, str) for item in items):
+        raise wrong
+    if key == "node.roles" and (not items or set(items) - set(ROLES)):
+        raise UsageError(f"setting {key} ({origin}) must name some of {', '.join(ROLES)}; got {value!r}")
+    return items
+
+
+def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int | float:
+    if isinstance(value, bool):
+        raise wrong
+    try:
+        if isinstance(value, str) and key.endswith("_bytes") or key.endswith("_bytes_max"):
+            number: int | float = parse_size(str(value))
+        else:
+            number = kind(value) if not isinstance(value, float) or kind is float else int(value)
+    except (TypeError, ValueError, UsageError) as error:
+        raise wrong from error
+    low = 0 if key in _MAY_BE_ZERO else 1e-9
+    if not low <= number < 1e15:
+        raise UsageError(
+            f"setting {key} must be {'zero or more' if key in _MAY_BE_ZERO else 'above zero'}; got {value!r}"
+        )
+    return number
+
+
+def _kind_name(kind: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(kind, "a list of texts")

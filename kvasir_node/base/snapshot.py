@@ -1,0 +1,131 @@
+"""What a node looks like from outside, at one moment: frozen values, ready to be shown or sent as JSON.
+
+Nothing secret may be here: whoever can read `status` sees all of it. It does not know how it is shown.
+Field names are the JSON names of `kvasir.status/1`; counters only grow; `*_pairs` count (row, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+STATUS_SCHEMA = "kvasir.status/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot:
+    id: str
+    name: str
+    family: str
+    layers: int
+    experts_per_layer: int
+    slices: int
+    slices_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsSnapshot:
+    total: int = 0
+    busy: int = 0
+    queued: int = 0
+    queue_max: int = 0
+    oldest_wait_s: float = 0.0
+    state: str = "calm"  # calm | saturated
+    pressure: float = 0.0  # (busy + queued) / slots
+
+
+@dataclass(frozen=True, slots=True)
+class FanoutSnapshot:
+    on: bool = False
+    reason: str = ""
+    predicted_gain: float = 1.0
+    lanes: int = 1
+    local_pairs: int = 0
+    remote_pairs: int = 0
+    trial_pairs: int = 0
+    fallbacks: int = 0  # remote pairs that were computed here after all
+    hedges: int = 0
+    spot_checks: int = 0
+    mismatches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputSnapshot:
+    tokens_per_s: float = 0.0  # over the last few seconds
+    tokens_total: int = 0
+    requests_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPeerSnapshot:
+    """A worker as its coordinator sees it; `state` is the best of its slices' states."""
+
+    peer_id: str
+    name: str
+    slices: tuple[str, ...]
+    state: str  # new | trial | proven | suspect | banned
+    path: str  # direct | relay
+    rtt_ms: float | None
+    calls: int
+    rows: int
+    failures: int
+    reason: str  # of the last failure, or empty
+
+
+@dataclass(frozen=True, slots=True)
+class DemandSnapshot:
+    model: str
+    slice: str
+    want: int  # copies wanted
+    proven: int
+    leased: int
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    coordinators: int = 0
+    idle_nodes: int = 0
+    leases: int = 0
+    demand: tuple[DemandSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    state: str = "idle"  # idle | fetching | loading | trial | serving | draining | paused
+    leases: tuple[str, ...] = ()
+    slices: tuple[str, ...] = ()  # loaded
+    calls: int = 0
+    rows: int = 0
+    bytes_fetched: int = 0
+    bytes_reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NetSnapshot:
+    peers: int = 0
+    direct: int = 0
+    relayed: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    reachability: str = "unknown"  # public | private | unknown
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    version: str
+    peer_id: str
+    name: str
+    roles: tuple[str, ...]
+    uptime_s: float
+    warnings: tuple[str, ...]
+    model: ModelSnapshot | None
+    slots: SlotsSnapshot
+    fanout: FanoutSnapshot
+    throughput: ThroughputSnapshot
+    workers: tuple[WorkerPeerSnapshot, ...]
+    hub: HubSnapshot | None
+    worker: WorkerSnapshot | None
+    net: NetSnapshot
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": STATUS_SCHEMA, **asdict(self)}

@@ -309,17 +309,16 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
     if isinstance(value, bool):
         raise wrong
     try:
-        if isinstance(value, str) and key.endswith("_bytes") or key.endswith("_bytes_max"):
-            number: int | float = parse_size(str(value))
+        if isinstance(value, str) and key.endswith(("_bytes", "_bytes_max")):
+            number: int | float = parse_size(value)
         else:
             number = kind(value) if not isinstance(value, float) or kind is float else int(value)
     except (TypeError, ValueError, UsageError) as error:
         raise wrong from error
     low = 0 if key in _MAY_BE_ZERO else 1e-9
     if not low <= number < 1e15:
-        raise UsageError(
-            f"setting {key} must be {'zero or more' if key in _MAY_BE_ZERO else 'above zero'}; got {value!r}"
-        )
+        least = "zero or more" if key in _MAY_BE_ZERO else "above zero"
+        raise UsageError(f"setting {key} must be {least}; got {value!r}")
     return number
 
 

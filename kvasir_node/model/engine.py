@@ -1,0 +1,242 @@
+"""Continuous batching: requests join and leave at token boundaries and share each forward.
+
+It does not know tokenizers, text, time or the network, and awaits nothing; one thread at a time may use it. A step
+that raises has changed nothing that a later step could see, so it may be repeated.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
+from kvasir_node.base.generation import FinishReason, SamplingOptions
+from kvasir_node.model.sampling import bad_rows, choose, uniform
+from kvasir_node.model.trunk import RowTally, Trunk
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request in tokens. `id` is unique among the jobs of an engine."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingOptions
+    end_tokens: frozenset[int]
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTally:
+    """(row, expert) pairs of one job so far, prefill included."""
+
+    local_pairs: int = 0
+    remote_pairs: int = 0
+    fallbacks: int = 0
+    hedges: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepToken:
+    """One more token of a job. The token that ends an answer is reported too, with `finished` STOP."""
+
+    job_id: int
+    token: int
+    finished: FinishReason | None
+    tally: AnswerTally
+
+
+class BadLogits(DataError):
+    """The model gave a job logits that are not finite; the job must leave, its neighbours can go on."""
+
+    def __init__(self, message: str, *, job_id: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A job and its slot. `fed` counts the positions whose keys and values are in the cache."""
+
+    job: Job
+    slot: int
+    seed: int
+    fed: int = 0
+    answer: list[int] = field(default_factory=list)
+    tally: AnswerTally = AnswerTally()
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What one forward gave: `logits` [B, V] of `seats`, which now have `fed` positions, and their tallies."""
+
+    seats: Sequence[_Seat]
+    fed: Sequence[int]
+    logits: torch.Tensor
+    tallies: Sequence[AnswerTally]
+    gives_tokens: bool
+
+
+class Engine:
+    """Up to `slots` jobs of up to `context` tokens each (prompt and answer)."""
+
+    def __init__(self, trunk: Trunk, slots: int, context: int, prefill_chunk: int) -> None:
+        if not 1 <= context <= trunk.context_max:
+            raise UsageError(f"a context of {context} tokens: the model allows 1 to {trunk.context_max}")
+        if slots < 1 or prefill_chunk < 1:
+            raise UsageError(f"{slots} slots and prefill chunks of {prefill_chunk} tokens: both must be at least 1")
+        self.slots = slots
+        self.context = context
+        self._trunk = trunk
+        self._prefill_chunk = prefill_chunk
+        self._cache = trunk.new_cache(slots, context)
+        self._free = list(range(slots))
+        self._joining: deque[_Seat] = deque()  # at most `slots`, as every seat has a slot
+        self._running: dict[int, _Seat] = {}
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def busy_slots(self) -> int:
+        return self.slots - len(self._free)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to compute: `step` would return at once."""
+        return not self._joining and not self._running
+
+    def join(self, job: Job) -> None:
+        """Gives the job a slot; its prompt is computed by the next steps.
+
+        Raises CapacityError when no slot is free, UsageError when it can never fit.
+        """
+        self._check(job)
+        if not self._free:
+            raise CapacityError(f"all {self.slots} slots are busy")
+        self._free.sort()
+        seed = secrets.randbits(64) if job.sampling.seed is None else job.sampling.seed
+        # The lowest free slot, because neighbouring slots are read without a copy.
+        self._joining.append(_Seat(job, self._free.pop(0), seed))
+
+    def leave(self, job_id: int) -> None:
+        """Ends a job and frees its slot; does nothing for one that has ended already."""
+        seat = self._running.pop(job_id, None) or next((s for s in self._joining if s.job.id == job_id), None)
+        if seat is not None:
+            self._release(seat)
+
+    @torch.inference_mode()
+    def step(self) -> list[StepToken]:
+        """One token for every running job, and one chunk of the prompt of the job that has waited longest.
+
+        Raises BadLogits that names a job, or whatever the expert dispatch raises.
+        """
+        forwards = []
+        if self._running:
+            forwards.append(self._decode(sorted(self._running.values(), key=lambda seat: seat.slot)))
+        if self._joining:
+            forwards.append(self._prefill(self._joining[0]))
+        for forward in forwards:
+            self._check_logits(forward)
+        return [token for forward in forwards for token in self._commit(forward)]
+
+    def _decode(self, seats: Sequence[_Seat]) -> _Forward:
+        self._cache.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
+        tokens = torch.tensor([[seat.answer[-1]] for seat in seats], device=self._trunk.device)
+        logits, rows = self._trunk.forward(tokens, self._cache)
+        tallies = [_sum_rows(rows, row, row + 1) for row in range(len(seats))]
+        return _Forward(seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
+
+    def _prefill(self, seat: _Seat) -> _Forward:
+        chunk = seat.job.prompt[seat.fed : seat.fed + self._prefill_chunk]
+        self._cache.begin([seat.slot], [seat.fed], len(chunk))
+        logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), self._cache)
+        fed = seat.fed + len(chunk)
+        tally = _sum_rows(rows, 0, len(chunk))
+        return _Forward([seat], [fed], logits, [tally], fed == len(seat.job.prompt))
+
+    def _check_logits(self, forward: _Forward) -> None:
+        for row in bad_rows(forward.logits):
+            job = forward.seats[row].job
+            raise BadLogits(
+                f"the model's logits for job {job.id} at position {forward.fed[row]} are not finite", job_id=job.id
+            )
+
+    def _commit(self, forward: _Forward) -> list[StepToken]:
+        for seat, fed, tally in zip(forward.seats, forward.fed, forward.tallies, strict=True):
+            seat.fed = fed
+            seat.tally = _add(seat.tally, tally)
+        if not forward.gives_tokens:
+            return []
+        options = [seat.job.sampling for seat in forward.seats]
+        draws = [uniform(seat.seed, len(seat.answer)) for seat in forward.seats]
+        tokens = choose(forward.logits, options, draws)
+        return [self._take(seat, token) for seat, token in zip(forward.seats, tokens, strict=True)]
+
+    def _take(self, seat: _Seat, token: int) -> StepToken:
+        seat.answer.append(token)
+        finished = self._finish_reason(seat, token)
+        if finished is not None:
+            self._running.pop(seat.job.id, None)
+            self._release(seat)
+        elif len(seat.answer) == 1:
+            self._joining.remove(seat)
+            self._running[seat.job.id] = seat
+        return StepToken(seat.job.id, token, finished, seat.tally)
+
+    def _finish_reason(self, seat: _Seat, token: int) -> FinishReason | None:
+        job = seat.job
+        if token in job.end_tokens and not job.ignore_end:
+            return FinishReason.STOP
+        is_full = len(job.prompt) + len(seat.answer) >= self.context
+        return FinishReason.LENGTH if is_full or len(seat.answer) >= job.max_tokens else None
+
+    def _release(self, seat: _Seat) -> None:
+        if seat in self._joining:
+            self._joining.remove(seat)
+        # One position or one chunk beyond `fed` may have been written by a forward that then failed.
+        written = min(seat.fed + max(1, self._prefill_chunk), self.context)
+        self._cache.clear(seat.slot, written)
+        self._free.append(seat.slot)
+
+    def _check(self, job: Job) -> None:
+        if job.id in self._running or any(seat.job.id == job.id for seat in self._joining):
+            raise BugError(f"job {job.id} joined twice")
+        if not 1 <= len(job.prompt) < self.context:
+            raise UsageError(
+                f"the prompt has {len(job.prompt)} tokens; with at least one token of answer it must fit into "
+                f"the context of {self.context}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if job.max_tokens < 1:
+            raise UsageError(f"max_tokens is {job.max_tokens}, expected at least 1", param="max_tokens")
+        wrong = next((token for token in job.prompt if not 0 <= token < self._trunk.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(
+                f"prompt token {wrong} is not in the vocabulary of {self._trunk.vocab_size}", param="prompt"
+            )
+
+
+def _sum_rows(rows: RowTally, first: int, end: int) -> AnswerTally:
+    return AnswerTally(
+        local_pairs=int(sum(rows.local[first:end])),
+        remote_pairs=int(sum(rows.remote[first:end])),
+        fallbacks=int(sum(rows.fallback[first:end])),
+        hedges=int(sum(rows.hedged[first:end])),
+    )
+
+
+def _add(left: AnswerTally, right: AnswerTally) -> AnswerTally:
+    return AnswerTally(
+        left.local_pairs + right.local_pairs,
+        left.remote_pairs + right.remote_pairs,
+        left.fallbacks + right.fallbacks,
+        left.hedges + right.hedges,
+    )

@@ -1,0 +1,159 @@
+"""Routed experts in memory and their maths: rows in, weighted partial sums out.
+
+It does not know the network, the router, nor who else computes other experts of the same rows. Any thread may
+compute while another adds or removes experts.
+
+Shapes: R rows, D model width, I expert width, P (row, expert) pairs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.nn import functional
+
+from kvasir_node.base.errors import BugError, DataError
+from kvasir_node.base.ids import ExpertId
+from kvasir_node.model.checkpoint import PARTS, Checkpoint, ExpertMaths
+from kvasir_node.model.tensor_file import read_tensor
+
+_Matrices = tuple[torch.Tensor, torch.Tensor]  # gate and up in one [2I, D]; down [D, I]
+
+
+class ExpertShard:
+    """The weights of a set of experts, kept in one compute dtype on one device."""
+
+    def __init__(
+        self,
+        maths: ExpertMaths,
+        hidden_size: int,
+        expert_hidden_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.maths = ExpertMaths.from_dict(maths.to_dict())
+        self.hidden_size = hidden_size
+        self.expert_hidden_size = expert_hidden_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._writing = threading.Lock()
+        # Replaced as a whole by writers, so that a computing thread keeps the layer it started with.
+        self._layers: dict[int, dict[int, _Matrices]] = {}
+
+    def add(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes gate [I, D], up [I, D] and down [D, I], in any float dtype; they are copied or converted.
+
+        Raises DataError when a part is missing or misshapen.
+        """
+        self._check(expert, tensors)
+        gate_up = torch.cat((tensors["gate"], tensors["up"])).to(self.device, self.dtype)
+        # `to` returns its argument when nothing changes; the caller's buffer may be reused afterwards.
+        down = tensors["down"].to(self.device, self.dtype, copy=True)
+        with self._writing:
+            layer = {**self._layers.get(expert.layer, {}), expert.index: (gate_up, down)}
+            self._layers = {**self._layers, expert.layer: layer}
+
+    def remove(self, expert: ExpertId) -> None:
+        """Forgets an expert; one that is not held is ignored."""
+        with self._writing:
+            layer = {i: m for i, m in self._layers.get(expert.layer, {}).items() if i != expert.index}
+            self._layers = {**self._layers, expert.layer: layer}
+
+    def holds(self, expert: ExpertId) -> bool:
+        return expert.index in self._layers.get(expert.layer, ())
+
+    def held(self, layer: int) -> frozenset[int]:
+        return frozenset(self._layers.get(layer, ()))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of one expert in the compute dtype."""
+        return 3 * self.hidden_size * self.expert_hidden_size * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.expert_bytes * sum(len(layer) for layer in self._layers.values())
+
+    @torch.no_grad()
+    def compute(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        pair_row: torch.Tensor,
+        pair_expert: torch.Tensor,
+        pair_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each row's sum of weight × expert(row) over its pairs; a row without pairs gives zeros.
+
+        Shapes: rows [R, D] any float dtype; pair_row, pair_expert [P] int64; pair_weight [P]; result [R, D] float32,
+        whatever the compute dtype, so that partial sums of several machines add up before they are rounded.
+        Deterministic: the order of addition depends on the pairs alone. Raises BugError for an expert that is not
+        held: the caller looks at `held` first.
+        """
+        if pair_row.shape[0] == 0:
+            return rows.new_zeros(rows.shape, dtype=torch.float32)
+        order = torch.argsort(pair_expert, stable=True)
+        pair_row, pair_weight = pair_row[order], pair_weight[order]
+        experts, counts = torch.unique_consecutive(pair_expert[order], return_counts=True)
+        chosen = [self._matrices(layer, index) for index in experts.tolist()]
+        states = rows.to(self.dtype)[pair_row].split(counts.tolist())  # one contiguous group per expert
+        outputs = torch.cat([_expert(state, matrices) for state, matrices in zip(states, chosen, strict=True)])
+        weighted = outputs.to(torch.float32) * pair_weight.to(torch.float32)[:, None]
+        return torch.zeros(rows.shape, dtype=torch.float32, device=rows.device).index_add_(0, pair_row, weighted)
+
+    @torch.no_grad()
+    def compute_naive(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        pair_row: torch.Tensor,
+        pair_expert: torch.Tensor,
+        pair_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """The slow, obvious version that `compute` is held to: one pair after the other."""
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for row, index, weight in zip(pair_row.tolist(), pair_expert.tolist(), pair_weight.tolist(), strict=True):
+            gate_up, down = self._matrices(layer, index)
+            gate, up = gate_up.chunk(2)
+            state = rows[row].to(self.dtype)
+            total[row] += weight * (down @ (functional.silu(gate @ state) * (up @ state))).to(torch.float32)
+        return total
+
+    def _matrices(self, layer: int, index: int) -> _Matrices:
+        try:
+            return self._layers[layer][index]
+        except KeyError:
+            raise BugError(f"expert {index} of layer {layer} was to be computed here but is not held") from None
+
+    def _check(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
+        wide, tall = (self.expert_hidden_size, self.hidden_size), (self.hidden_size, self.expert_hidden_size)
+        for part in PARTS:
+            shape = tuple(tensors[part].shape) if part in tensors else None
+            expected = tall if part == "down" else wide
+            if shape != expected:
+                raise DataError(
+                    f"expert {expert.index} of layer {expert.layer}: {part} has the shape {shape}, expected {expected}"
+                )
+
+
+def _expert(state: torch.Tensor, matrices: _Matrices) -> torch.Tensor:
+    gate_up, down = matrices
+    gate, up = functional.linear(state, gate_up).chunk(2, dim=-1)  # [n, I] each
+    return functional.linear(functional.silu(gate).mul_(up), down)  # [n, D]
+
+
+def load_from_checkpoint(
+    checkpoint: Checkpoint,
+    experts: Iterable[ExpertId],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> ExpertShard:
+    """Reads experts by byte range into a new shard; only one expert's file bytes are in memory at a time."""
+    shard = ExpertShard(checkpoint.maths, checkpoint.hidden_size, checkpoint.expert_hidden_size, dtype, device)
+    for expert in experts:
+        if expert not in checkpoint.experts:
+            raise DataError(f"{checkpoint.path.name} has no expert {expert.index} in layer {expert.layer}")
+        shard.add(expert, {part: read_tensor(tensor) for part, tensor in checkpoint.experts[expert].items()})
+    return shard

@@ -1,0 +1,86 @@
+"""Which token comes next, given logits and a request's options.
+
+It does not know requests or batches. Chance is a pure function of (seed, position), so a request's tokens depend
+neither on its neighbours nor on a forward that had to be repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kvasir_node.base.errors import DataError
+from kvasir_node.base.generation import SamplingOptions
+
+_FIRST_CANDIDATES = 1024  # looked at before all of the vocabulary is sorted; holds nearly all mass of a trained model
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), 53 bits of blake2b over both arguments."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+
+
+def bad_rows(logits: torch.Tensor) -> list[int]:
+    """Rows of logits [B, V] that hold an infinity or a NaN, from which no token can be drawn."""
+    # A sum is finite unless an element is not (or it overflows, which then is looked at more closely).
+    if bool(torch.isfinite(logits.sum())):
+        return []
+    return (~torch.isfinite(logits).all(dim=-1)).nonzero().flatten().tolist()
+
+
+def choose(logits: torch.Tensor, options: Sequence[SamplingOptions], draws: Sequence[float]) -> list[int]:
+    """One token per row: the likeliest when its temperature is 0, else the one its draw in [0, 1) falls on.
+
+    logits [B, V] float32. Filters apply in transformers' order: temperature, top_k, top_p, min_p. Raises DataError
+    when a row holds an infinity or a NaN.
+    """
+    if bad := bad_rows(logits):
+        raise DataError(f"the logits of rows {bad} are not finite, no token can be chosen")
+    likeliest = logits.argmax(dim=-1).tolist()
+    return [
+        token if option.temperature <= 0 else _draw(row, option, draw)
+        for token, row, option, draw in zip(likeliest, logits, options, draws, strict=True)
+    ]
+
+
+def _draw(logits: torch.Tensor, options: SamplingOptions, draw: float) -> int:
+    # Subtracting the maximum first keeps a temperature near zero from making infinity minus infinity.
+    weights = ((logits - logits.max()).double() / options.temperature).exp()  # [V], the likeliest is 1
+    if options.top_p >= 1 and options.top_k <= 0 and options.min_p <= 0:
+        return _pick(weights, draw)
+    weights, ids = _likeliest(weights, options)
+    # In the order of token ids, where a change of the last bit of a logit moves each border by as little. Sorted by
+    # weight, two near-equal tokens could change places and with them the whole answer.
+    ids, order = ids.sort()
+    return int(ids[_pick(weights[order], draw)])
+
+
+def _likeliest(weights: torch.Tensor, options: SamplingOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that pass the filters: (weights, ids), the likeliest first; at least one."""
+    vocabulary = weights.shape[0]
+    limit = min(options.top_k, vocabulary) if options.top_k > 0 else vocabulary
+    first = min(limit, _FIRST_CANDIDATES)
+    values, ids = weights.topk(first)
+    mass = float(weights.sum()) if options.top_k <= 0 else math.inf
+    if first < limit and (options.top_k > 0 or float(values.sum()) < options.top_p * mass):
+        values, ids = weights.topk(limit)
+    total = mass if options.top_k <= 0 else float(values.sum())
+    if options.top_p < 1:
+        before = values.cumsum(0) - values
+        values = values[before < options.top_p * total]
+    if options.min_p > 0:
+        values = values[values >= options.min_p * values[0]]
+    kept = max(1, values.shape[0])
+    return weights[ids[:kept]], ids[:kept]
+
+
+def _pick(weights: torch.Tensor, draw: float) -> int:
+    """The index on whose share of the sum the draw falls; never one of weight 0."""
+    ends = weights.cumsum(0)
+    total = float(ends[-1])
+    target = min(draw * total, math.nextafter(total, 0.0))
+    return int(torch.searchsorted(ends, target, right=True))

@@ -1,0 +1,130 @@
+"""`up`, from settings to exit code: the node, its API, the ready line or the screen, signals, and the end.
+
+It does not know how a node is built (`open_node` is handed in) nor how flags became settings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import trio
+
+from kvasir_node.base.settings import Settings
+from kvasir_node.surfaces.address import parse_address
+from kvasir_node.surfaces.beside import run_beside
+from kvasir_node.surfaces.http import check_key_policy, serve_api
+from kvasir_node.surfaces.listener import open_listeners, url_of
+from kvasir_node.surfaces.nodefile import NodeFile, claimed, data_dir_of, remove_node_file, write_node_file
+from kvasir_node.surfaces.ports import NodePort
+
+OpenNode = Callable[[Settings], AbstractAsyncContextManager[NodePort]]
+Screen = Callable[[NodePort, str | None, deque[str]], AbstractAsyncContextManager[trio.Event]]
+"""Shows the node until left; the event is set when the person wants to quit. It restores the terminal when left."""
+
+API_GRACE_S = 1.0  # after draining: answers are complete, this is for their last bytes
+INTERRUPTED = 130
+
+logger = logging.getLogger(__name__)
+
+
+async def run_up(
+    open_node: OpenNode,
+    settings: Settings,
+    *,
+    screen: Screen | None = None,
+    log_lines: deque[str] | None = None,
+    stdout: TextIO | None = None,
+) -> int:
+    """Runs one node until SIGTERM, SIGINT or the screen's quit key, drains it, and returns the exit code 0.
+
+    A second SIGINT ends the process at once with code 130. Raises what `open_node` and the API raise at the start.
+    """
+    if settings.api.listen:
+        check_key_policy(settings.api.listen, settings.api.key)
+    data_dir = data_dir_of(settings)
+    with claimed(data_dir), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        lines = log_lines if log_lines is not None else deque(maxlen=1)
+        life = _Life(settings, data_dir, screen, lines, stdout or sys.stdout)
+        await run_beside(lambda: life.watch(signals), lambda: life.run(open_node))
+    return 0
+
+
+class _Life:
+    """One node's life, told by its signals."""
+
+    def __init__(
+        self, settings: Settings, data_dir: Path, screen: Screen | None, log_lines: deque[str], stdout: TextIO
+    ) -> None:
+        self.settings, self.data_dir = settings, data_dir
+        self.screen, self.log_lines, self.stdout = screen, log_lines, stdout
+        self.ready = False
+        self.stop = trio.Event()
+
+    async def watch(self, signals: AsyncIterator[int]) -> None:
+        """Returns, which cancels `run`, when a signal comes before the node is ready: there is nothing to drain."""
+        async for number in signals:
+            if self.stop.is_set() and number == signal.SIGINT:
+                self._end_at_once()
+            if not self.ready:
+                return
+            logger.info("draining: %s", signal.Signals(number).name)
+            self.stop.set()
+
+    def _end_at_once(self) -> None:
+        """Threads that compute cannot be cancelled, so this does not go through trio's end."""
+        remove_node_file(self.data_dir)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+    async def run(self, open_node: OpenNode) -> None:
+        """Binds before it loads anything: a port in use is told at once, and early clients wait instead of failing."""
+        async with AsyncExitStack() as opened:
+            listeners: list[trio.SocketListener] = []
+            if self.settings.api.listen:
+                listeners = await open_listeners(parse_address(self.settings.api.listen))
+                for listener in listeners:
+                    opened.push_async_callback(listener.aclose)
+            node = await opened.enter_async_context(open_node(self.settings))
+            await self._serve(node, listeners)
+
+    async def _serve(self, node: NodePort, listeners: list[trio.SocketListener]) -> None:
+        url = url_of(listeners) if listeners else None
+        info = node.ready_info()
+        api_stop = trio.Event()
+        async with trio.open_nursery() as nursery:
+            if listeners:
+                nursery.start_soon(partial(serve_api, node, listeners, stop=api_stop, grace_s=API_GRACE_S))
+            write_node_file(self.data_dir, NodeFile(os.getpid(), url, info["peer_id"], info["ticket"]))
+            try:
+                self.ready = True
+                await self._until_stopped(node, url)
+                await self._drain(node)
+            finally:
+                remove_node_file(self.data_dir)
+            api_stop.set()
+
+    async def _until_stopped(self, node: NodePort, url: str | None) -> None:
+        if self.screen is None:
+            print(json.dumps({**node.ready_info(), "api": url}), file=self.stdout, flush=True)
+            await self.stop.wait()
+            return
+        async with self.screen(node, url, self.log_lines) as quit_key:
+            await run_beside(quit_key.wait, self.stop.wait)
+
+    async def _drain(self, node: NodePort) -> None:
+        self.stop.set()
+        timeout_s = self.settings.node.drain_timeout_s
+        with trio.move_on_after(timeout_s) as scope:
+            await node.drain()
+        if scope.cancelled_caught:
+            logger.warning("stopping with work under way: it did not end within %.0f s", timeout_s)

@@ -1,0 +1,346 @@
+"""The HTTP API: routes, guards and the life of one answer, as an ASGI application over a NodePort.
+
+It does not know how text is generated, how the swarm works, or which socket it is served on; OpenAI's documents
+are made in `answers.py` and `openai.py`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import trio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvasir_node.base.errors import BugError, KvasirError, NotFoundError, UsageError
+from kvasir_node.base.generation import Finished, GenerationRequest, TextDelta
+from kvasir_node.surfaces import views
+from kvasir_node.surfaces.address import is_loopback_host, parse_address
+from kvasir_node.surfaces.answers import (
+    AnswerShape,
+    answer_shape,
+    document_of_error,
+    error_document,
+    headers_of_error,
+    model_document,
+)
+from kvasir_node.surfaces.beside import run_beside
+from kvasir_node.surfaces.exchange import Exchange
+from kvasir_node.surfaces.listener import serve_connections
+from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
+from kvasir_node.surfaces.ports import AnswerEvents, ModelCard, NodePort
+from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
+
+BODY_TIMEOUT_S = 30.0  # a request's body must have arrived by then
+REQUESTS_MAX = 1024  # under way at once, on all connections
+
+_SSE_HEADERS = [(b"content-type", MEDIA_TYPE), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_api(node: NodePort, listeners: list[trio.SocketListener], *, stop: trio.Event, grace_s: float) -> None:
+    """Serves the API on the listeners until `stop`, then cuts what still runs after `grace_s`; closes them."""
+    await serve_connections(cast("Any", build_app(node)), listeners, stop=stop, grace_s=grace_s)
+
+
+def build_app(node: NodePort) -> ASGIApp:
+    """The whole API of one node. Raises UsageError when the address needs a key and none is set."""
+    check_key_policy(node.settings.api.listen, node.settings.api.key)
+    api = _Api(node)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", api.list_models),
+            Route("/v1/models/{name:path}", api.show_model),
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            Route("/v1/completions", api.complete, methods=["POST"]),
+            Route("/health", api.health),
+            Route("/v1/health", api.health),
+            Route("/kvasir/v1/status", api.status),
+            Route("/kvasir/v1/peers", api.peers),
+            Route("/kvasir/v1/demand", api.demand),
+        ],
+        exception_handlers={
+            KvasirError: _on_kvasir_error,
+            HTTPException: _on_http_error,
+            Exception: _on_surprise,
+        },
+    )
+    app.router.redirect_slashes = False
+    return _Guard(app, key=node.settings.api.key, loopback=parse_address(node.settings.api.listen).is_loopback)
+
+
+def check_key_policy(listen: str, key: str) -> None:
+    """Raises UsageError when others could reach the API and no key protects it."""
+    if not key and not parse_address(listen).is_loopback:
+        raise UsageError(
+            f"--api {listen} can be reached by others, so it needs a key: set KVASIR_API__KEY, or listen on 127.0.0.1"
+        )
+
+
+class _Api:
+    """The endpoints."""
+
+    def __init__(self, node: NodePort) -> None:
+        self.node = node
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_document(card) for card in self.node.models()]})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(model_document(self._model(request.path_params["name"])))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat, chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, parse_completion, chat=False)
+
+    async def health(self, request: Request) -> Response:
+        document = views.health_document(self.node.snapshot())
+        return JSONResponse(document, 200 if document["status"] == "ok" else 503)
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(self.node.snapshot().to_json())
+
+    async def peers(self, request: Request) -> Response:
+        return JSONResponse(views.peers_document(self.node.snapshot()))
+
+    async def demand(self, request: Request) -> Response:
+        return JSONResponse(views.demand_document(self.node.snapshot()))
+
+    async def _answer(self, request: Request, parse: Callable[..., ApiRequest], *, chat: bool) -> Response:
+        settings = self.node.settings.api
+        asked = parse(parse_json_object(await _read_body(request, settings.body_bytes_max)))
+        shape = answer_shape(chat=chat, model=self._model(asked.model).name, created=int(time.time()))
+        if asked.stream:
+            return _StreamedAnswer(self.node, asked.generation, shape, asked.include_usage, settings.heartbeat_s)
+        return _WholeAnswer(self.node, asked.generation, shape)
+
+    def _model(self, name: str) -> ModelCard:
+        card = self.node.find_model(name)
+        if card is None:
+            served = ", ".join(card.name for card in self.node.models()) or "none"
+            message = f"the model {name[:100]!r} is not served here; served: {served}"
+            raise NotFoundError(message, param="model", code="model_not_found")
+        return card
+
+
+class _WholeAnswer(Response):
+    """Collects the text, then answers once; a client that leaves meanwhile frees its slot."""
+
+    def __init__(self, node: NodePort, request: GenerationRequest, shape: AnswerShape) -> None:
+        super().__init__()
+        self._node, self._request, self._shape = node, request, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await run_beside(lambda: _disconnected(receive), self._collect)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _collect(self) -> Response:
+        texts: list[str] = []
+        async with self._node.generate(self._request) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    return JSONResponse(self._shape.whole("".join(texts), event))
+                texts.append(event.text)
+        raise BugError("an answer ended without a Finished event")
+
+
+class _StreamedAnswer(Response):
+    """Server-sent events. Refusals come before the first byte, as ordinary error answers."""
+
+    def __init__(
+        self, node: NodePort, request: GenerationRequest, shape: AnswerShape, include_usage: bool, heartbeat_s: float
+    ) -> None:
+        super().__init__()
+        self._node, self._request, self._shape = node, request, shape
+        self._include_usage, self._heartbeat_s = include_usage, heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_beside(lambda: _disconnected(receive), lambda: self._stream(send))
+
+    async def _stream(self, send: Send) -> None:
+        outbox = Outbox()
+        async with trio.open_nursery() as writing:
+            refusal = await self._pump(outbox, lambda: writing.start_soon(self._write, outbox, send))
+        if refusal is not None:
+            raise refusal
+
+    async def _pump(self, outbox: Outbox, start_writing: Callable[[], None]) -> KvasirError | None:
+        """Moves all events to the outbox and frees the slot, however slowly the client reads."""
+        started = False
+        try:
+            async with self._node.generate(self._request) as events:
+                started = True
+                start_writing()
+                await _drain_into(outbox, events)
+        except KvasirError as error:
+            if not started:
+                return error
+            _log_failure(error)
+            outbox.fail(error)
+        except Exception as error:
+            _log_failure(error)
+            bug = BugError("the answer failed")
+            if not started:
+                return bug
+            outbox.fail(bug)
+        return None
+
+    async def _write(self, outbox: Outbox, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        await _send_part(send, HEARTBEAT)
+        for document in self._shape.first(self._include_usage):
+            await _send_part(send, sse_data(document))
+        while not await self._write_one(await outbox.take(self._heartbeat_s), send):
+            pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_one(self, event: TextDelta | Finished | KvasirError | None, send: Send) -> bool:
+        """True after the last event."""
+        if event is None:
+            await _send_part(send, HEARTBEAT)
+        elif isinstance(event, TextDelta):
+            await _send_part(send, sse_data(self._shape.delta(event, self._include_usage)))
+        elif isinstance(event, Finished):
+            last = b"".join(sse_data(document) for document in self._shape.last(event, self._include_usage))
+            await _send_part(send, last + DONE)
+        else:
+            await _send_part(send, sse_data(document_of_error(event)))
+        return isinstance(event, Finished | KvasirError)
+
+
+async def _drain_into(outbox: Outbox, events: AnswerEvents) -> None:
+    async for event in events:
+        outbox.put(event)
+        if isinstance(event, Finished):
+            return
+    raise BugError("an answer ended without a Finished event")
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(request: Request, bytes_max: int) -> bytes:
+    """Raises HTTPException 408, 413 or 415."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise HTTPException(415, f"the body must be application/json, got {content_type[:60]!r}")
+    parts, size_bytes = [], 0
+    with trio.move_on_after(BODY_TIMEOUT_S) as scope:
+        async for part in request.stream():
+            size_bytes += len(part)
+            if size_bytes > bytes_max:
+                raise HTTPException(413, f"the body must be at most {bytes_max} bytes")
+            parts.append(part)
+    if scope.cancelled_caught:
+        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s")
+    return b"".join(parts)
+
+
+async def _on_kvasir_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvasirError)
+    if error.http_status >= 500:
+        _log_failure(error)
+    return JSONResponse(document_of_error(error), error.http_status, headers_of_error(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == 404:
+        message = f"there is nothing at {request.url.path[:100]!r}; the API's paths begin with /v1/ or /kvasir/v1/"
+    elif error.status_code == 405:
+        message = f"{request.method[:20]} is not allowed here; allowed: {(error.headers or {}).get('Allow', 'GET')}"
+    return JSONResponse(error_document(error.status_code, message), error.status_code, error.headers)
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    """starlette sends this and raises the error again, for `_Guard` to log."""
+    return JSONResponse(document_of_error(BugError("unexpected")), 500)
+
+
+def _log_failure(error: Exception) -> None:
+    if isinstance(error, KvasirError) and not isinstance(error, BugError):
+        logger.warning("a request failed: %s", error)
+    else:
+        logger.error("a request failed", exc_info=error)
+
+
+class _Guard:
+    """Outermost: who may ask at all, how many at once, and that no failure shows its insides."""
+
+    def __init__(self, app: ASGIApp, *, key: str, loopback: bool) -> None:
+        self._app, self._key, self._loopback = app, key.encode(), loopback
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        elif scope["type"] == "http":
+            await self._http(scope, Exchange(receive, send))
+
+    async def _http(self, scope: Scope, exchange: Exchange) -> None:
+        self._running += 1
+        try:
+            await (self._refusal(Request(scope)) or self._app)(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if exchange.stalled:
+                logger.info("cut a client that took nothing for a minute")
+            else:
+                _log_failure(error)
+        finally:
+            self._running -= 1
+
+    def _refusal(self, request: Request) -> Response | None:
+        if self._loopback and not _is_local_request(request):
+            message = "only pages and programs of this machine may ask: Host and Origin must be loopback names"
+            return JSONResponse(error_document(403, message, code="host_not_allowed"), 403)
+        if self._key and request.url.path not in ("/health", "/v1/health") and not self._has_key(request):
+            message = "a key is needed: send it as Authorization: Bearer KEY"
+            return JSONResponse(error_document(401, message), 401, {"www-authenticate": "Bearer"})
+        if self._running > REQUESTS_MAX:
+            return JSONResponse(error_document(503, f"{REQUESTS_MAX} requests are under way; try again"), 503)
+        return None
+
+    def _has_key(self, request: Request) -> bool:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+
+
+def _is_local_request(request: Request) -> bool:
+    """Defends against DNS rebinding: a page of evil.example cannot make a browser send a loopback Host or Origin."""
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    return _is_loopback_authority(host) and (origin is None or _is_loopback_authority(_authority(origin)))
+
+
+def _authority(origin: str) -> str:
+    return origin.partition("://")[2]
+
+
+def _is_loopback_authority(authority: str) -> bool:
+    try:
+        host = urlsplit(f"//{authority}").hostname
+    except ValueError:
+        return False
+    return host is not None and "@" not in authority and is_loopback_host(host)

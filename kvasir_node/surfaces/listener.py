@@ -1,0 +1,123 @@
+"""hypercorn's HTTP connections on trio, with the bounds that its own accept loop lacks.
+
+It does not know the application. Three things differ from `hypercorn.trio.serve` 0.18: sends are not shielded
+from cancellation (a client that stops reading would keep the process alive for ever), connections are counted,
+and a connection whose handling fails ends alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from typing import Any, cast
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ASGIFramework, ConnectionState
+
+from kvasir_node.base.errors import UsageError
+from kvasir_node.surfaces.address import Address
+
+CONNECTIONS_MAX = 1024
+BACKLOG = 128
+IDLE_TIMEOUT_S = 30.0  # a kept-alive connection without a request
+
+logger = logging.getLogger(__name__)
+
+
+async def open_listeners(address: Address) -> list[trio.SocketListener]:
+    """Binds; a name with several addresses gets one listener each, unless any port will do.
+
+    Raises UsageError that says why the address cannot be had.
+    """
+    try:
+        listeners = list(await trio.open_tcp_listeners(address.port, host=address.host, backlog=BACKLOG))
+    except (OSError, socket.gaierror) as error:
+        in_use = error.errno == errno.EADDRINUSE
+        remedy = "is another node running? choose another with --api HOST:PORT" if in_use else "choose another --api"
+        reason = "the port is in use" if in_use else error.strerror or str(error)
+        raise UsageError(f"the API cannot listen on {address.host}:{address.port}: {reason}; {remedy}") from error
+    if address.port == 0:
+        for surplus in listeners[1:]:
+            await surplus.aclose()
+        del listeners[1:]
+    return listeners
+
+
+def url_of(listeners: list[trio.SocketListener]) -> str:
+    """A URL that works on this machine: the real port, and loopback where all interfaces are served."""
+    bound: tuple[str, int] = listeners[0].socket.getsockname()[:2]
+    host, port = bound
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return Address(host, port).url
+
+
+async def serve_connections(
+    app: ASGIFramework, listeners: list[trio.SocketListener], *, stop: trio.Event, grace_s: float
+) -> None:
+    """Serves until `stop` is set; then accepts nothing more, and cuts what still runs after `grace_s`.
+
+    Cancel-safety: cancelling cuts every connection at once. The listeners are closed in any case.
+    """
+    context = WorkerContext(None)
+    hosted = _Hosted(app, context)
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            for listener in listeners:
+                accepting.start_soon(hosted.accept_on, listener, connections)
+            await stop.wait()
+            accepting.cancel_scope.cancel()
+        await context.terminated.set()
+        connections.cancel_scope.deadline = trio.current_time() + grace_s
+
+
+class _Hosted:
+    """What all connections share."""
+
+    def __init__(self, app: ASGIFramework, context: WorkerContext) -> None:
+        self.app = ASGIWrapper(app)
+        self.context = context
+        self.config = Config()
+        self.config.errorlog = logger
+        self.config.keep_alive_timeout = IDLE_TIMEOUT_S
+        self.config.include_server_header = False
+        self.connection_count = 0
+
+    async def accept_on(self, listener: trio.SocketListener, connections: trio.Nursery) -> None:
+        async with listener:
+            await trio.serve_listeners(self.handle, [listener], handler_nursery=connections)
+
+    async def handle(self, stream: trio.SocketStream) -> None:
+        if self.connection_count >= CONNECTIONS_MAX:
+            logger.warning("refused a connection: %d are open", self.connection_count)
+            return
+        self.connection_count += 1
+        try:
+            state = ConnectionState({})
+            await _Connection(self.app, self.config, self.context, state, cast("Any", stream)).run()
+        except Exception as error:  # one client's odd bytes must not end the server: hypercorn lets some through
+            logger.warning("a connection ended with %s", type(error).__name__, exc_info=error)
+        finally:
+            self.connection_count -= 1
+
+
+class _Connection(TCPServer):
+    """hypercorn's connection with sends that can be cancelled; a cut send leaves half a frame, so it closes."""
+
+    async def protocol_send(self, event: Event) -> None:
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        try:
+            async with self.send_lock:
+                await self.stream.send_all(event.data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self.protocol.handle(Closed())
+        except BaseException:
+            await trio.aclose_forcefully(self.stream)
+            raise

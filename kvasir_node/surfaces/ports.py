@@ -1,0 +1,65 @@
+"""What the surfaces need from a node: one small Protocol.
+
+It does not know roles, models or the network; `fake_node.FakeNode` is a second implementation, for tests and
+for looking at the screen without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvasir_node.base.generation import Finished, GenerationRequest, TextDelta
+from kvasir_node.base.settings import Settings
+from kvasir_node.base.snapshot import NodeSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model that this node serves; `created_at` is seconds since 1970."""
+
+    id: str
+    name: str
+    created_at: int
+
+
+AnswerEvents = AsyncIterator[TextDelta | Finished]
+
+
+class NodePort(Protocol):
+    """A running node. Every method but `generate` and `drain` is cheap and does no input or output."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def snapshot(self) -> NodeSnapshot: ...
+
+    def ticket(self) -> str: ...
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Empty when the node is no coordinator."""
+        ...
+
+    def find_model(self, name: str) -> ModelCard | None:
+        """By name or by id."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[AnswerEvents]:
+        """One answer: text deltas, then exactly one Finished.
+
+        Entering returns as soon as the request has a slot or a place in the queue; waiting for a slot happens in
+        the iterator. Leaving the context, by whatever way, frees the slot at the next token boundary.
+        Raises on entry, as themselves and not in a group: UsageError (`param`, code "context_length_exceeded"
+        for a prompt that is too long), QueueFull, CapacityError. The iterator may raise any KvasirError.
+        """
+        ...
+
+    def ready_info(self) -> dict[str, Any]:
+        """The ready line without "api": schema, peer_id, name, roles, listen, ticket, model."""
+        ...
+
+    async def drain(self) -> None:
+        """Takes no new work and returns when nothing is in flight. The caller sets the deadline; safe to cancel."""
+        ...

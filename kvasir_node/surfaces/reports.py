@@ -1,0 +1,83 @@
+"""A node's documents as text for people: `status`, `peers`, `demand`, warnings first.
+
+It does not know where a document came from; fields that an older or newer node lacks are shown as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
+
+Document = Mapping[str, Any]
+
+
+def status_text(status: Document) -> str:
+    lines = [*_warnings(status), *(f"{label:<9}{value}" for label, value in _status_rows(status))]
+    return "\n".join(lines)
+
+
+def _warnings(status: Document) -> Iterator[str]:
+    for warning in status.get("warnings") or ():
+        yield f"warning: {clean(str(warning))}"
+
+
+def _status_rows(status: Document) -> Iterator[tuple[str, str]]:
+    roles = ",".join(status.get("roles") or ())
+    up = duration_text(status.get("uptime_s") or 0)
+    yield "node", f"{clean(str(status.get('name')))}  {status.get('peer_id')}"
+    yield "version", f"{status.get('version')}  roles {roles}  up {up}"
+    model = status.get("model")
+    if model:
+        held = f"{model['slices_held']}/{model['slices']} slices held"
+        yield "model", f"{clean(model['name'])}  {held}  {model['id']}"
+    if "coordinator" in (status.get("roles") or ()):
+        yield from _coordinator_rows(status)
+    worker = status.get("worker")
+    if worker:
+        slices = " ".join(worker["slices"]) or "none"
+        yield "worker", f"{worker['state']}  slices {slices}  rows {count_text(worker['rows'])}"
+    net = status.get("net") or {}
+    if net:
+        traffic = f"in {size_text(net['bytes_in'])}  out {size_text(net['bytes_out'])}"
+        yield "net", f"{net['peers']} peers  {traffic}  reachability {net['reachability']}"
+
+
+def _coordinator_rows(status: Document) -> Iterator[tuple[str, str]]:
+    slots, fanout, speed = status["slots"], status["fanout"], status["throughput"]
+    queue = f"{slots['queued']}/{slots['queue_max']} queued"
+    yield "slots", f"{slots['busy']}/{slots['total']} busy  {queue}  {slots['state']}"
+    yield "tokens", f"{speed['tokens_per_s']:.1f}/s  {count_text(speed['tokens_total'])} in all"
+    pairs = f"local {count_text(fanout['local_pairs'])}  remote {count_text(fanout['remote_pairs'])} pairs"
+    yield "fan-out", f"{clean(fanout['reason']) or 'off'}  {pairs}"
+    yield "workers", _worker_counts(status.get("workers") or ())
+
+
+def _worker_counts(workers: Sequence[Document]) -> str:
+    counts: dict[str, int] = {}
+    for worker in workers:
+        counts[worker["state"]] = counts.get(worker["state"], 0) + 1
+    return "  ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
+
+
+def peers_text(peers: Document) -> str:
+    net = peers["net"]
+    lines = [f"{net['peers']} peers: {net['direct']} direct, {net['relayed']} relayed"]
+    for worker in peers["workers"]:
+        rtt = "-" if worker["rtt_ms"] is None else f"{worker['rtt_ms']:.1f} ms"
+        row = f"{clean(worker['name'], 20):<20} {short_id(worker['peer_id'])}  {worker['state']:<8} {worker['path']:<6}"
+        lines.append(f"{row} {rtt:>9}  rows {count_text(worker['rows'])}  failures {worker['failures']}")
+    return "\n".join(lines)
+
+
+def demand_text(demand: Document) -> str:
+    if demand["hub"] is None:
+        return "this node is no hub; ask one of the swarm's hubs"
+    if not demand["demand"]:
+        return "nothing is wanted now"
+    rows = [
+        f"{clean(d['model'], 24):<24} {d['slice']:<12} {d['want']:>4} {d['proven']:>6} {d['leased']:>6}"
+        for d in demand["demand"]
+    ]
+    return "\n".join([f"{'model':<24} {'slice':<12} want proven leased", *rows])

@@ -1,0 +1,38 @@
+"""Parts of a node's snapshot as documents of their own, and what counts as healthy. It does not know HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvasir_node.base.snapshot import NodeSnapshot
+
+PEERS_SCHEMA = "kvasir.peers/1"
+DEMAND_SCHEMA = "kvasir.demand/1"
+HEALTH_SCHEMA = "kvasir.health/1"
+
+
+def peers_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    return {
+        "schema": PEERS_SCHEMA,
+        "peer_id": snapshot.peer_id,
+        "net": asdict(snapshot.net),
+        "workers": [asdict(worker) for worker in snapshot.workers],
+    }
+
+
+def demand_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """As this node's hub sees it; `hub` null means that the node is none."""
+    hub = asdict(snapshot.hub) if snapshot.hub is not None else None
+    demand = hub.pop("demand") if hub is not None else []
+    return {"schema": DEMAND_SCHEMA, "peer_id": snapshot.peer_id, "hub": hub, "demand": demand}
+
+
+def health_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """For load balancers: "ok" unless a coordinator has no model to answer with. Warnings do not make it fail."""
+    serving = "coordinator" not in snapshot.roles or snapshot.model is not None
+    return {
+        "schema": HEALTH_SCHEMA,
+        "status": "ok" if serving else "unavailable",
+        "warnings": list(snapshot.warnings),
+    }

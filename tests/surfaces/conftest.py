@@ -1,0 +1,68 @@
+"""A fake node served on a real socket, and a client for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+import trio
+
+from kvasir_node.base.settings import Settings, load_settings
+from kvasir_node.surfaces.address import parse_address
+from kvasir_node.surfaces.fake_node import FakeNode
+from kvasir_node.surfaces.http import serve_api
+from kvasir_node.surfaces.listener import open_listeners, url_of
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+
+
+def settings_with(**flags: Any) -> Settings:
+    """Settings with port 0; `api__heartbeat_s=1` sets api.heartbeat_s."""
+    given = {"api.listen": "127.0.0.1:0"} | {key.replace("__", "."): value for key, value in flags.items()}
+    key = given.pop("api.key", None)
+    return load_settings(flags=given, env={"KVASIR_API__KEY": key} if key else {})
+
+
+@dataclass
+class Served:
+    node: FakeNode
+    url: str
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json={"model": "demo", **body})
+
+    async def chat(self, content: str = "hello", **body: Any) -> httpx.Response:
+        return await self.post(CHAT, messages=[{"role": "user", "content": content}], **body)
+
+
+@asynccontextmanager
+async def serve(node: FakeNode, *, grace_s: float = 1.0) -> AsyncIterator[Served]:
+    stop = trio.Event()
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            listeners = await open_listeners(parse_address(node.settings.api.listen))
+            url = url_of(listeners)
+            nursery.start_soon(partial(serve_api, node, listeners, stop=stop, grace_s=grace_s))
+            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+                yield Served(node, url, client)
+            stop.set()
+
+
+@pytest.fixture
+def served() -> Callable[..., AbstractAsyncContextManager[Served]]:
+    return serve
+
+
+def sse_documents(text: str) -> list[Any]:
+    """The events of a stream, comments left out; "[DONE]" stays text."""
+    lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines), lines
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]

@@ -19,9 +19,10 @@ _FIRST_CANDIDATES = 1024  # looked at before all of the vocabulary is sorted; ho
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), 53 bits of blake2b over both arguments."""
+    """A number in (0, 1), 52 bits of blake2b over both arguments. Never 0, which would choose the first token with any
+    weight at all, however small."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+    return ((int.from_bytes(digest, "big") >> 12) + 0.5) * 2.0**-52
 
 
 def bad_rows(logits: torch.Tensor) -> list[int]:

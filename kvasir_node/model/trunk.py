@@ -173,6 +173,7 @@ def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported instead of raised: _check_report then says which
         )
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"loading the trunk of {checkpoint.path.name}: {str(error)[:300]}") from error

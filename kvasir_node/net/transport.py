@@ -32,7 +32,7 @@ class Stream(Protocol):
         """1 to max_bytes bytes, or b"" at the end. Raises Unreachable when the stream was reset or the peer is gone."""
         ...
 
-    async def write(self, *parts: bytes | memoryview) -> None:
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         """Queues all parts in order; waits only for room. Parts must not change afterwards. Raises Unreachable."""
         ...
 

@@ -1,0 +1,393 @@
+"""A Yamux connection: one reader, one writer and one keepalive task over a Noise session.
+
+It does not know addresses, dialling or which protocols its streams speak. Wire-compatible with "/yamux/1.0.0"
+(hashicorp/yamux spec.md). What differs from py-libp2p's own muxer, and why it exists:
+
+* Only the writer task touches the session, so a cancelled call on a stream can neither cut a message in two nor
+  lose bytes; frames of all streams that have something to say go out together, in turns.
+* What a peer may send is bounded and enforced: a stream's window starts at 256 KiB and grows only while the
+  connection's sum stays under its limit; a peer that sends past its window is cut off.
+* A reader that pauses is waited for; nothing is ever reset for slowness.
+* A peer that falls silent is noticed: a ping each `keepalive_interval_s`, and `keepalive_timeout_s` to be heard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import trio
+from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.connection_types import ConnectionType
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from multiaddr import Multiaddr
+
+from kvasir_node.base.errors import KvasirError, Misbehaved, Overloaded, RejectReason, Unreachable
+from kvasir_node.base.settings import NetworkSettings
+from kvasir_node.net.muxer_frames import (
+    INITIAL_WINDOW_BYTES,
+    Flag,
+    Frame,
+    FrameReader,
+    FrameType,
+    GoAway,
+    pack,
+)
+from kvasir_node.net.muxer_stream import YamuxStream
+from kvasir_node.net.noise_session import PLAINTEXT_BYTES_MAX, NoiseSession
+
+YAMUX_PROTOCOL = "/yamux/1.0.0"
+FRAME_PAYLOAD_BYTES = PLAINTEXT_BYTES_MAX - 12  # a full frame fills one noise message exactly
+BATCH_BYTES = 256 * 1024  # joined into one write; what a small call can be kept waiting by
+CONTROL_FRAMES_MAX = 4096  # unsent answers to the peer; more means it asks and never reads
+CLOSE_FLUSH_S = 0.5  # how long a closing connection tries to send what it still holds
+FINISHED_LINGER_S = 30.0  # how long a stream that we finished may wait for the peer to finish it too
+
+_log = logging.getLogger(__name__)
+_CONNECTION_ERRORS = (BaseLibp2pError, KvasirError, OSError, trio.BrokenResourceError, trio.ClosedResourceError)
+
+
+class YamuxConnection(IMuxedConn):
+    """One connection to one peer. `start` runs it; everything else may be called from any task of the loop."""
+
+    def __init__(self, conn: ISecureConn, peer_id: ID, settings: NetworkSettings | None = None) -> None:
+        self.peer_id = peer_id
+        self.session = cast("NoiseSession", conn)
+        self.event_started = trio.Event()
+        self.rtt_s: float | None = None
+        self.end_reason: str | None = None
+        self.on_ended: Callable[[str], None] | None = None
+        self._settings = settings or NetworkSettings()
+        self._streams: dict[int, YamuxStream] = {}
+        self._next_stream_id = 1 if conn.is_initiator else 2
+        self._inbound_count = 0
+        self._committed_bytes = 0  # granted to the peer or received and not yet read, over all streams
+        self._accepted_in, self._accepted_out = trio.open_memory_channel[YamuxStream](self._settings.streams_max)
+        self._control: list[bytes] = []
+        self._round: deque[YamuxStream] = deque()
+        self._closing = False
+        self._writer_lot = trio.lowlevel.ParkingLot()
+        self._quiet_lot = trio.lowlevel.ParkingLot()
+        self._heard = trio.Event()
+        self._flushed = trio.Event()
+        self._ended = trio.Event()
+        self._scope: trio.CancelScope | None = None
+        self._ping_value = 0
+        self._ping_sent_at = 0.0
+        self._finished_at: dict[int, float] = {}
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Runs until the connection ends. Never raises an Exception: in libp2p's nursery that would end the host."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._scope = nursery.cancel_scope
+                for loop in (self._read_loop, self._write_loop, self._keepalive_loop):
+                    nursery.start_soon(self._guarded, loop)
+                if self.end_reason is not None:
+                    nursery.cancel_scope.cancel()
+                self.event_started.set()
+        finally:
+            self._end("the network was shut down")
+            await self._close_session()
+            self._ended.set()
+
+    async def _guarded(self, loop: Callable[[], Any]) -> None:
+        try:
+            await loop()
+        except Misbehaved as error:
+            _log.warning("peer %s misbehaved and is cut off: %s", self.peer_id, error)
+            await self._send_goaway(GoAway.PROTOCOL_ERROR)
+            self._end(str(error))
+        except _CONNECTION_ERRORS as error:
+            self._end(str(error) or type(error).__name__)
+        except Exception as error:
+            # Hostile bytes that find a bug of ours must cost this connection, not every other one on the host.
+            _log.exception("bug in a connection to %s, which is closed", self.peer_id)
+            self._end(f"internal error: {error!r}")
+
+    async def _send_goaway(self, code: GoAway) -> None:
+        """Says goodbye if the socket takes it at once; the writer task may hold it, then it goes unsaid."""
+        self._control.append(pack(FrameType.GO_AWAY, Flag.NONE, 0, code))
+        self._closing = True
+        self._writer_lot.unpark_all()
+        with trio.move_on_after(CLOSE_FLUSH_S):
+            await self._flushed.wait()
+
+    def _end(self, reason: str) -> None:
+        if self.end_reason is not None:
+            return
+        self.end_reason = reason
+        for stream in list(self._streams.values()):
+            stream.fail(f"the connection to {self.peer_id} ended: {reason}", keep_received=True)
+        self._streams.clear()
+        self._quiet_lot.unpark_all()
+        self._finished_at.clear()
+        self._accepted_in.close()
+        if self._scope is not None:
+            self._scope.cancel()
+        self.event_started.set()
+        if self.on_ended is not None:
+            self.on_ended(reason)
+
+    async def _close_session(self) -> None:
+        with trio.move_on_after(CLOSE_FLUSH_S) as closing:
+            closing.shield = True
+            try:
+                await self.session.close()
+            except _CONNECTION_ERRORS as error:
+                _log.debug("closing the socket to %s: %s", self.peer_id, error)
+
+    async def close(self, reason: str = "closed by us") -> None:
+        """Sends what is queued (for CLOSE_FLUSH_S at most), then ends the connection.
+
+        Cancel-safety: a cancelled close has ended the connection as well.
+        """
+        running = self.event_started.is_set() and self.end_reason is None
+        try:
+            if running:
+                await self._send_goaway(GoAway.NORMAL)
+        finally:
+            self._end(reason)
+        if not running and not self._ended.is_set():
+            await self._close_session()
+        elif running:
+            await self._ended.wait()
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
+    @property
+    def is_initiator(self) -> bool:
+        return self.session.is_initiator
+
+    @property
+    def is_established(self) -> bool:
+        return self.event_started.is_set() and self.end_reason is None
+
+    @property
+    def is_closed(self) -> bool:
+        return self.end_reason is not None
+
+    @property
+    def stream_count(self) -> int:
+        return len(self._streams)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Upper bound of what the peer can make us hold at this moment."""
+        return self._committed_bytes
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self.session.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self.session.get_connection_type()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self.session.get_remote_address()
+
+    # --- streams ---
+
+    async def open_stream(self) -> YamuxStream:
+        """A new stream, usable at once. Raises MuxedConnUnavailable when the connection has ended."""
+        try:
+            return self.open_stream_now()
+        except (Unreachable, Overloaded) as error:
+            raise MuxedConnUnavailable(str(error)) from error
+
+    def open_stream_now(self) -> YamuxStream:
+        """Raises Unreachable when the connection has ended, Overloaded at `streams_max` of our own."""
+        if self.end_reason is not None or self._closing:
+            raise Unreachable(f"no stream to {self.peer_id}: the connection ended: {self.end_reason or 'closing'}")
+        if len(self._streams) - self._inbound_count >= self._settings.streams_max:
+            text = f"no more than {self._settings.streams_max} streams of ours to {self.peer_id} at once"
+            raise Overloaded(f"{text}; close some or raise network.streams_max")
+        stream = self._add_stream(self._next_stream_id)
+        self._next_stream_id += 2
+        self.queue_control(pack(FrameType.WINDOW_UPDATE, Flag.SYN, stream.stream_id, 0))
+        return stream
+
+    def _add_stream(self, stream_id: int) -> YamuxStream:
+        stream = YamuxStream(self, self, stream_id, self._settings.stream_window_bytes)
+        self._streams[stream_id] = stream
+        self._inbound_count += self._is_inbound(stream_id)
+        return stream
+
+    def _is_inbound(self, stream_id: int) -> bool:
+        return stream_id % 2 != self._next_stream_id % 2
+
+    async def accept_stream(self) -> YamuxStream:
+        """The next stream that the peer opened. Raises MuxedConnUnavailable at the connection's end."""
+        try:
+            return await self._accepted_out.receive()
+        except trio.EndOfChannel as error:
+            raise MuxedConnUnavailable(f"connection closed: {self.end_reason}") from error
+
+    async def wait_without_streams(self) -> None:
+        """Until no stream is open, or the connection has ended."""
+        while self._streams:
+            await self._quiet_lot.park()
+
+    # --- what streams ask for ---
+
+    @property
+    def window_spare_bytes(self) -> int:
+        """What windows may still grow by. Half of the limit is kept for the first windows of new streams."""
+        return self._settings.connection_buffer_bytes // 2 - self._committed_bytes
+
+    def count_committed(self, change_bytes: int) -> None:
+        self._committed_bytes += change_bytes
+
+    def queue_control(self, frame: bytes) -> None:
+        """Queues a frame that goes before all data."""
+        if self.end_reason is None:
+            self._control.append(frame)
+            self._writer_lot.unpark_all()
+
+    def schedule(self, stream: YamuxStream) -> None:
+        self._round.append(stream)
+        self._writer_lot.unpark_all()
+
+    def forget(self, stream: YamuxStream) -> None:
+        if self._streams.pop(stream.stream_id, None) is not None:
+            self._inbound_count -= self._is_inbound(stream.stream_id)
+            self._finished_at.pop(stream.stream_id, None)
+        if not self._streams:
+            self._quiet_lot.unpark_all()
+
+    # --- the writer ---
+
+    async def _write_loop(self) -> None:
+        while True:
+            while not self._control and not self._round:
+                if self._closing:
+                    self._flushed.set()
+                await self._writer_lot.park()
+            batch = self._next_batch()
+            if batch:
+                await self.session.write_parts(batch)
+
+    def _next_batch(self) -> list[bytes | memoryview]:
+        """Control frames, then one frame of each stream in turn until the batch is full."""
+        batch: list[bytes | memoryview] = [*self._control]
+        self._control.clear()
+        size = 0
+        while self._round and size < BATCH_BYTES:
+            frame = self._round.popleft().next_frame(FRAME_PAYLOAD_BYTES)
+            size += sum(len(part) for part in frame)
+            batch += frame
+        return batch
+
+    # --- the reader ---
+
+    async def _read_loop(self) -> None:
+        reader = FrameReader()
+        target: YamuxStream | None = None
+        while True:
+            chunks = await self.session.read_chunks()
+            self._heard.set()
+            for chunk in chunks:
+                for frame, payload, complete in reader.feed(chunk):
+                    if payload is None:
+                        target = self._frame_began(frame)
+                    elif target is not None:
+                        target.data_arrived(payload)
+                    if complete and target is not None:
+                        self._apply_end_flags(target, frame.flags)
+            if len(self._control) > CONTROL_FRAMES_MAX:
+                text = f"{len(self._control)} answers wait for {self.peer_id}, which asks and does not read"
+                raise Misbehaved(RejectReason.TOO_MANY, text)
+
+    def _frame_began(self, frame: Frame) -> YamuxStream | None:
+        """Handles a header; the stream that its payload and end flags belong to, None when there is none."""
+        if frame.type == FrameType.PING:
+            self._ping_arrived(frame)
+            return None
+        if frame.type == FrameType.GO_AWAY:
+            raise Unreachable(f"the peer said goodbye (code {frame.length})")
+        if frame.flags & Flag.SYN:
+            self._open_arrived(frame.stream_id)
+        stream = self._streams.get(frame.stream_id)
+        if stream is None:
+            return None
+        accepted = (
+            stream.data_announced(frame.length) if frame.type == FrameType.DATA else stream.window_granted(frame.length)
+        )
+        if not accepted:
+            text = f"frame of {frame.length} bytes on stream {frame.stream_id} overruns its window"
+            raise Misbehaved(RejectReason.TOO_LARGE, text)
+        return stream
+
+    def _open_arrived(self, stream_id: int) -> None:
+        if stream_id == 0 or not self._is_inbound(stream_id) or stream_id in self._streams:
+            text = f"a peer cannot open stream {stream_id}: zero, ours to number, or open already"
+            raise Misbehaved(RejectReason.BAD_FRAME, text)
+        full = self._inbound_count >= self._settings.streams_max
+        if full or self._committed_bytes + INITIAL_WINDOW_BYTES > self._settings.connection_buffer_bytes:
+            self.queue_control(pack(FrameType.WINDOW_UPDATE, Flag.RST, stream_id, 0))
+            return
+        stream = self._add_stream(stream_id)
+        try:
+            self._accepted_in.send_nowait(stream)
+        except trio.WouldBlock:
+            stream.reset_now("opened faster than accepted")
+            return
+        self.queue_control(pack(FrameType.WINDOW_UPDATE, Flag.ACK, stream_id, 0))
+
+    def _apply_end_flags(self, stream: YamuxStream, flags: int) -> None:
+        if flags & Flag.RST:
+            stream.fail(f"stream {stream.stream_id} was reset by {self.peer_id}", keep_received=False)
+            self.forget(stream)
+        elif flags & Flag.FIN:
+            stream.remote_closed()
+
+    # --- keepalive ---
+
+    def _ping_arrived(self, frame: Frame) -> None:
+        if frame.flags & Flag.SYN:
+            self.queue_control(pack(FrameType.PING, Flag.ACK, 0, frame.length))
+        elif frame.length == self._ping_value:
+            self.rtt_s = trio.current_time() - self._ping_sent_at
+
+    async def _keepalive_loop(self) -> None:
+        """Any byte from the peer counts as life; the longest unnoticed silence is interval + timeout."""
+        while True:
+            self._ping_value = (self._ping_value + 1) % 2**32
+            self._ping_sent_at = trio.current_time()
+            self._heard = trio.Event()
+            self.queue_control(pack(FrameType.PING, Flag.SYN, 0, self._ping_value))
+            with trio.move_on_after(self._settings.keepalive_timeout_s) as waiting:
+                await self._heard.wait()
+            if waiting.cancelled_caught:
+                raise Unreachable(f"nothing heard for {self._settings.keepalive_timeout_s:g} s after a ping")
+            await trio.sleep(self._settings.keepalive_interval_s)
+            self._reset_lingering()
+
+    def _reset_lingering(self) -> None:
+        now = trio.current_time()
+        for stream_id, stream in list(self._streams.items()):
+            if stream.finished and now - self._finished_at.setdefault(stream_id, now) >= FINISHED_LINGER_S:
+                stream.reset_now("finished by us long ago, never by the peer")
+
+
+class YamuxNegotiator(MuxerMultistream):
+    """Agrees on "/yamux/1.0.0" and builds our connection for it.
+
+    The one documented place where libp2p's choice of class is replaced: its own `new_conn` builds the stock Yamux
+    for this id whatever class was registered. Put in as `swarm.upgrader.muxer_multistream`.
+    """
+
+    def __init__(self, settings: NetworkSettings, negotiate_timeout_s: int) -> None:
+        super().__init__(cast("Any", {YAMUX_PROTOCOL: YamuxConnection}), negotiate_timeout_s)
+        self._settings = settings
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        protocol, _ = await self._selector.select(cast("Any", conn), conn.is_initiator, self.negotiate_timeout)
+        return self._annotate_connection(YamuxConnection(conn, peer_id, self._settings), conn, protocol)

@@ -185,6 +185,11 @@ def default_data_dir() -> Path:
     return Path(base) / "kvasir-node"
 
 
+def data_dir_of(settings: Settings) -> Path:
+    """Where this node keeps its key, its models and its blocks."""
+    return Path(settings.node.data_dir) if settings.node.data_dir else default_data_dir()
+
+
 def environment() -> dict[str, str]:
     """The process environment, for callers that pass it to `load_settings`."""
     return dict(os.environ)

@@ -80,10 +80,14 @@ class Ledger:
     def detach(self, peer: PeerId, part: SliceId) -> None:
         """The peer left, or its connection is gone. A trial under way counts as not held, not as failed."""
         record = self._records.get((peer, part))
-        if record is None:
-            return
-        record.attached = False
-        if record.standing is Standing.TRIAL:
+        if record is not None:
+            record.attached = False
+            self.give_up_trial(peer, part)
+
+    def give_up_trial(self, peer: PeerId, part: SliceId) -> None:
+        """A trial ends without a verdict; the next may begin after the cool-off that it started."""
+        record = self._records.get((peer, part))
+        if record is not None and record.standing is Standing.TRIAL:
             record.standing = Standing.SUSPECT if record.failures else Standing.NEW
 
     def may_try(self, peer: PeerId, part: SliceId, address: str, now: float) -> bool:

@@ -104,7 +104,7 @@ class DemandRecord:
             model=_model(fields.text("model", 64)),
             model_name=fields.text("name", _NAME_CHARS_MAX),
             slice_bytes=fields.integer("bytes", 0, 1 << 50),
-            addresses=fields.items("addrs", ADDRESSES_MAX, _address),
+            addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
             slots=fields.integer("slots", 0, _COUNT_MAX),
             busy=fields.integer("busy", 0, _COUNT_MAX),
             queued=fields.integer("queued", 0, _COUNT_MAX),
@@ -178,7 +178,7 @@ def read_poll_answer(data: bytes | memoryview) -> Offer | NoOffer:
             model=_model(fields.text("model", 64)),
             slice=_slice(fields.text("slice", 32)),
             coordinator=PeerId(fields.text("peer", 64)),
-            addresses=fields.items("addrs", ADDRESSES_MAX, _address),
+            addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
             ttl_s=fields.number("ttl", 0, 86_400),
         )
     fields.end()
@@ -326,7 +326,7 @@ class DemandTable:
         sequence = fields.integer("seq", 0, _SEQUENCE_MAX)
         issued_at = fields.number("at", 0, _CLOCK_MAX)
         ttl_s = fields.number("ttl", 0, 86_400)
-        addresses = fields.items("addrs", ADDRESSES_MAX, _address)
+        addresses = fields.items("addrs", ADDRESSES_MAX, read_address)
         models = fields.items("models", 64, _model)
         rows = fields.items("rows", SLICES_MAX, lambda item: _row(item, models))
         fields.end()
@@ -353,7 +353,7 @@ class About:
             name=fields.text("name", _NAME_CHARS_MAX),
             version=fields.text("version", 32),
             roles=fields.items("roles", 3, lambda item: _text(item, 16)),
-            addresses=fields.items("addrs", ADDRESSES_MAX, _address),
+            addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
         )
         fields.end()
         return about
@@ -373,7 +373,7 @@ def _text(value: Any, max_chars: int) -> str:
     return value
 
 
-def _address(value: Any) -> str:
+def read_address(value: Any) -> str:
     text = _text(value, _ADDRESS_CHARS_MAX)
     if not text.startswith("/"):
         raise _bad("a multiaddr", value)

@@ -1,0 +1,241 @@
+"""The hub: answers what coordinators want and what workers ask, and gossips the demand table.
+
+It starts nothing anywhere: every message it sends is an answer or gossip. All judgement is `decide/market`; it does not
+know models, experts or blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import trio
+
+from kvasir_node.base.errors import Misbehaved, RejectReason
+from kvasir_node.base.ids import PeerId
+from kvasir_node.base.settings import MarketSettings
+from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
+from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
+from kvasir_node.net.rpc import CallStream
+from kvasir_node.net.transport import Gossip, Stream
+from kvasir_node.wire.envelope import SignFunction, open_record, seal
+from kvasir_node.wire.messages import (
+    MESSAGE_BYTES_MAX,
+    TABLE_BYTES_MAX,
+    DemandRecord,
+    DemandTable,
+    LeaseVerdict,
+    MarketMethod,
+    NoOffer,
+    Offer,
+    Poll,
+    Renewal,
+    TableRow,
+)
+
+logger = logging.getLogger(__name__)
+
+DEMAND_KIND = "demand"
+TABLE_KIND = "table"
+IN_FLIGHT_MAX = 16  # calls of one peer
+ROWS_MAX = 1500  # of a gossiped table; about 36 bytes each
+
+
+class Hub:
+    """See the module. `table_changed` hears every table this hub publishes, for the worker of the same node."""
+
+    def __init__(
+        self,
+        settings: MarketSettings,
+        peer_id: PeerId,
+        sign: SignFunction,
+        gossip: Gossip,
+        topic: str,
+        *,
+        addresses: Callable[[], Sequence[str]],
+        table_changed: Callable[[DemandTable], None],
+    ) -> None:
+        self._settings = settings
+        self._peer_id = peer_id
+        self._sign = sign
+        self._gossip = gossip
+        self._topic = topic
+        self._addresses = addresses
+        self._table_changed = table_changed
+        self._epoch = time.time_ns() // 1_000_000
+        self._sequence = 0
+        self._changed = trio.Event()
+        self._names: dict[str, str] = {}
+        self._market = Market(
+            MarketLimits(
+                lease_ttl_s=settings.lease_ttl_s,
+                progress_timeout_s=settings.progress_timeout_s,
+                tenure_min_s=settings.tenure_min_s,
+                surplus_grace_s=settings.surplus_grace_s,
+                leases_max=settings.leases_max,
+                issuers_max=settings.issuers_max,
+                clock_skew_max_s=settings.clock_skew_max_s,
+                poll_interval_s=settings.poll_interval_s,
+            ),
+            name=f"{self._epoch:x}",
+            started_at=trio.current_time(),
+        )
+
+    async def serve(self, stream: Stream) -> None:
+        """A StreamHandler for MARKET_PROTOCOL."""
+
+        async def handle(method: int, body: memoryview) -> Sequence[bytes | memoryview]:
+            return await self.handle(stream.peer, method, body)
+
+        calls = CallStream(stream, handler=handle, in_flight_max=IN_FLIGHT_MAX, body_bytes_max=MESSAGE_BYTES_MAX)
+        await calls.run()
+
+    async def handle(self, peer: PeerId, method: int, body: bytes | memoryview) -> Sequence[bytes]:
+        """One request of one peer; raises Misbehaved for what no honest peer sends. Never waits."""
+        await trio.lowlevel.checkpoint()
+        match method:
+            case MarketMethod.REPORT:
+                self._on_report(peer, body)
+                answer = b""
+            case MarketMethod.POLL:
+                answer = self._on_poll(peer, Poll.from_bytes(body))
+            case MarketMethod.RENEW:
+                answer = self._on_renew(peer, Renewal.from_bytes(body))
+            case MarketMethod.RELEASE:
+                self._market.release(peer, Renewal.from_bytes(body).lease)
+                answer = b""
+            case _:
+                raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a hub has no method {method}")
+        self._changed.set()
+        return (answer,)
+
+    async def run(self) -> None:
+        """Gossips the table until cancelled: when it changed (at most once per interval), else as a refresh."""
+        told: tuple[TableRow, ...] | None = None
+        told_at = float("-inf")
+        while True:
+            with trio.move_on_after(1.0):
+                await self._changed.wait()
+            self._changed = trio.Event()
+            now = trio.current_time()
+            self._market.tick(now)
+            rows = self._rows()
+            if rows != told or now - told_at >= self._settings.gossip_refresh_s:
+                told, told_at = rows, now
+                await self._publish(rows)
+            await trio.sleep(self._settings.gossip_interval_min_s)
+
+    def _on_report(self, peer: PeerId, body: bytes | memoryview) -> None:
+        record = open_record(DEMAND_KIND, body, body_bytes_max=MESSAGE_BYTES_MAX)
+        if record.issuer != peer:
+            raise Misbehaved(RejectReason.BAD_SIGNATURE, f"{peer} reported the demand of {record.issuer}")
+        said = DemandRecord.from_bytes(record.body)
+        demand = Demand(
+            issuer=peer,
+            epoch=said.epoch,
+            sequence=said.sequence,
+            issued_at=said.issued_at,
+            ttl_s=min(said.ttl_s, self._settings.demand_ttl_s),
+            model=said.model,
+            slice_bytes=said.slice_bytes,
+            addresses=said.addresses,
+            wants=said.wants,
+        )
+        refused = self._market.report(demand, trio.current_time(), time.time())
+        if refused is not None:
+            skew_s = said.issued_at - time.time()
+            raise Misbehaved(refused, f"demand refused as {refused}: sequence {said.sequence}, clock {skew_s:+.0f} s")
+        self._names[said.model] = said.model_name
+
+    def _on_poll(self, peer: PeerId, poll: Poll) -> bytes:
+        answer = self._market.poll(
+            peer, memory_bytes=poll.memory_bytes, have=poll.have, busy=poll.busy, now=trio.current_time()
+        )
+        if not isinstance(answer, LeaseOffer):
+            return NoOffer(answer).to_bytes()
+        logger.info("leased slice %s to %s", answer.slice, peer)
+        offer = Offer(answer.lease, answer.model, answer.slice, answer.coordinator, answer.addresses, answer.ttl_s)
+        return offer.to_bytes()
+
+    def _on_renew(self, peer: PeerId, renewal: Renewal) -> bytes:
+        key = (renewal.coordinator, renewal.model, renewal.slice)
+        ttl_s, reason = self._market.renew(peer, renewal.lease, key, progress=renewal.progress, now=trio.current_time())
+        if reason:
+            logger.info("the lease of %s on slice %s ends: %s", peer, renewal.slice, reason)
+        return LeaseVerdict(ttl_s, reason).to_bytes()
+
+    def _rows(self) -> tuple[TableRow, ...]:
+        """The table, the most wanted rows first when it must be cut."""
+        rows = [TableRow(e.model, e.slice, e.want, e.proven, e.leased) for e in self._market.table()]
+        if len(rows) > ROWS_MAX:
+            rows = sorted(rows, key=lambda row: -row.open)[:ROWS_MAX]
+        return tuple(rows)
+
+    async def _publish(self, rows: tuple[TableRow, ...]) -> None:
+        self._sequence += 1
+        table = DemandTable(
+            epoch=self._epoch,
+            sequence=self._sequence,
+            issued_at=time.time(),
+            ttl_s=self._settings.demand_ttl_s,
+            addresses=tuple(self._addresses()),
+            rows=rows,
+        )
+        self._table_changed(table)
+        await self._gossip.publish(self._topic, seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign))
+
+    def snapshot(self) -> HubSnapshot:
+        return HubSnapshot(
+            coordinators=self._market.coordinator_count,
+            idle_nodes=self._market.idle_count(trio.current_time()),
+            leases=self._market.lease_count,
+            demand=tuple(
+                DemandSnapshot(self._names.get(e.model, e.model), str(e.slice), e.want, e.proven, e.leased)
+                for e in self._market.table()
+            ),
+        )
+
+
+class TableReader:
+    """Keeps the newest table of each hub and knows how many copies are open; for gossip validators and workers.
+
+    A table is taken only when its signature is right, its clock is within bounds, and it is newer than what its hub
+    said before: replays change nothing.
+    """
+
+    HUBS_MAX = 64
+
+    def __init__(self, clock_skew_max_s: float) -> None:
+        self._clock_skew_max_s = clock_skew_max_s
+        self._tables: dict[PeerId, tuple[DemandTable, float]] = {}  # hub -> table, good until
+
+    def take(self, sealed: bytes) -> bool:
+        """Checks and keeps a gossiped table; False when it changes nothing."""
+        try:
+            record = open_record(TABLE_KIND, sealed, body_bytes_max=TABLE_BYTES_MAX)
+            table = DemandTable.from_bytes(record.body)
+        except Misbehaved as error:
+            logger.debug("a table was refused: %s", error)
+            return False
+        return self.keep(record.issuer, table)
+
+    def keep(self, hub: PeerId, table: DemandTable) -> bool:
+        known = self._tables.get(hub)
+        if known is not None and (table.epoch, table.sequence) <= (known[0].epoch, known[0].sequence):
+            return False
+        if abs(table.issued_at - time.time()) > self._clock_skew_max_s or (
+            known is None and len(self._tables) >= self.HUBS_MAX
+        ):
+            return False
+        self._tables[hub] = (table, trio.current_time() + table.ttl_s)
+        return True
+
+    def open_copies(self) -> int:
+        """Copies that the fresh tables say are open; hubs of one swarm tell of the same demand, so the most counts."""
+        now = trio.current_time()
+        # An expired table says nothing, but its sequence is remembered for as long as a replay could pass as fresh.
+        remembered = now - 2 * self._clock_skew_max_s
+        self._tables = {hub: entry for hub, entry in self._tables.items() if entry[1] > remembered}
+        fresh = [table for table, until in self._tables.values() if until > now]
+        return max((sum(row.open for row in table.rows) for table in fresh), default=0)

@@ -1,0 +1,34 @@
+"""The models on this machine's disk: where a data directory keeps them.
+
+It does not know running nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import kvasir_node
+from kvasir_node.base.settings import Settings, data_dir_of
+from kvasir_node.model.checkpoint import open_checkpoint
+from kvasir_node.model.indexing import IndexedModel, index_checkpoint
+from kvasir_node.store.blocks import BlockStore
+from kvasir_node.store.catalog import Catalog
+
+Progress = Callable[[int, int], None]
+
+
+def demo_folder() -> Path:
+    return Path(kvasir_node.__file__).parent / "demo"
+
+
+def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
+    """The blocks and the catalog of the data directory; makes their folders on first use."""
+
+    def index(path: Path, name: str | None, progress: Progress | None) -> IndexedModel:
+        block_bytes = settings.store.block_bytes
+        return index_checkpoint(open_checkpoint(path), name=name, block_bytes=block_bytes, progress=progress)
+
+    data_dir = data_dir_of(settings)
+    store = BlockStore(data_dir)
+    return store, Catalog(data_dir, store, index, demo_folder())

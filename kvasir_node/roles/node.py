@@ -1,0 +1,370 @@
+"""One node: the network, the membership, and whichever roles it takes, wired in one visible place.
+
+It does not know HTTP, the terminal or signals. `open_node` is one async context manager: what it opens, it closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import kvasir_node
+from kvasir_node.base.errors import CapacityError, DataError, KvasirError, UsageError
+from kvasir_node.base.generation import GenerationRequest
+from kvasir_node.base.ids import Cid, PeerId
+from kvasir_node.base.settings import Settings, data_dir_of
+from kvasir_node.base.snapshot import (
+    FanoutSnapshot,
+    NetSnapshot,
+    NodeSnapshot,
+    SlotsSnapshot,
+    ThroughputSnapshot,
+)
+from kvasir_node.decide.placement import DemandSeen, HubsKnown
+from kvasir_node.model.manifest import decode_manifest
+from kvasir_node.net.gossip import open_gossip
+from kvasir_node.net.hello import Membership
+from kvasir_node.net.libp2p_host import open_libp2p_transport
+from kvasir_node.net.rpc import one_call
+from kvasir_node.net.transport import Gossip, Transport
+from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, read_block
+from kvasir_node.roles.coordinator import Coordinator
+from kvasir_node.roles.desk import Answer
+from kvasir_node.roles.download import FetchTally
+from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader
+from kvasir_node.roles.library import open_library
+from kvasir_node.roles.link import Compute, compute_here
+from kvasir_node.roles.loading import LoadedModel, load_model
+from kvasir_node.roles.peers import Joiner, Peers, join_targets
+from kvasir_node.roles.worker import Worker
+from kvasir_node.store.blocks import BlockStore
+from kvasir_node.store.catalog import Catalog
+from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.messages import (
+    BLOCKS_PROTOCOL,
+    EXPERTS_PROTOCOL,
+    MARKET_PROTOCOL,
+    About,
+    DemandRecord,
+    DemandTable,
+    MarketMethod,
+)
+from kvasir_node.wire.ticket import PREFIX, SECRET_BYTES, Ticket, read_ticket, swarm_id, write_ticket
+
+logger = logging.getLogger(__name__)
+
+READY_SCHEMA = "kvasir.ready/1"
+HUB_TIMEOUT_S = 4.0
+MEMBER_TIMEOUT_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this node serves; `created_at` is seconds since 1970."""
+
+    id: str
+    name: str
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Swarm:
+    """Which swarm this node is in, and where it wants to connect."""
+
+    secret: bytes
+    join: tuple[str, ...]
+
+
+def _read_swarm(settings: Settings, data_dir: Path) -> _Swarm:
+    """The secret of the tickets in `network.join`, else the one kept in the data directory, else a new one."""
+    addresses: list[str] = []
+    secret: bytes | None = None
+    for item in settings.network.join:
+        if not item.startswith(PREFIX):
+            addresses.append(item)
+            continue
+        ticket = read_ticket(item)
+        if secret not in (None, ticket.secret):
+            raise UsageError("the tickets given with --join are of different swarms; a node is in one")
+        secret = ticket.secret
+        addresses += ticket.addresses
+    return _Swarm(_kept_secret(data_dir / "swarm.key", secret), tuple(dict.fromkeys(addresses)))
+
+
+def _kept_secret(path: Path, given: bytes | None) -> bytes:
+    """Reads or makes the file with the swarm's secret (mode 0600); a given one replaces it."""
+    if given is None and path.exists():
+        kept = path.read_bytes()
+        if len(kept) != SECRET_BYTES:
+            raise DataError(f"{path} must hold {SECRET_BYTES} bytes, it has {len(kept)}; remove it for a new swarm")
+        return kept
+    secret = secrets.token_bytes(SECRET_BYTES) if given is None else given
+    temporary = path.with_suffix(".tmp")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(secret)
+    temporary.replace(path)
+    return secret
+
+
+class Node:
+    """A running node; see surfaces/ports.py for what each public method promises."""
+
+    def __init__(
+        self, settings: Settings, transport: Transport, membership: Membership, gossip: Gossip, swarm: _Swarm
+    ) -> None:
+        self._settings = settings
+        self._transport = transport
+        self._membership = membership
+        self._gossip = gossip
+        self._swarm = swarm
+        self._started_at = trio.current_time()
+        self._served_since = int(time.time())
+        self._topic = f"/kvasir/demand/1.0.0/{swarm_id(swarm.secret)}"
+        self._tables = TableReader(settings.market.clock_skew_max_s)
+        self._peers = Peers(
+            membership,
+            transport.peer_id,
+            is_hub="hub" in settings.node.roles,
+            hubs_changed=self._on_hubs,
+        )
+        self._joiner = Joiner(transport, join_targets(swarm.join))
+        self.coordinator: Coordinator | None = None
+        self.hub: Hub | None = None
+        self.worker: Worker | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def name(self) -> str:
+        return node_name(self._settings)
+
+    # Building: each role is made, wired and started in one place ------------------------------------------------
+
+    def add_hub(self) -> None:
+        self.hub = Hub(
+            self._settings.market,
+            self._transport.peer_id,
+            self._transport.sign,
+            self._gossip,
+            self._topic,
+            addresses=self._transport.addresses,
+            table_changed=lambda table: self._on_table(self._transport.peer_id, table),
+        )
+        self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
+
+    def add_coordinator(self, model: LoadedModel) -> None:
+        self.coordinator = Coordinator(
+            self._settings, model, name_of=self._peers.name_of, address_of=self._network_address
+        )
+        self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
+
+    def add_worker(self, store: BlockStore, compute: Compute) -> None:
+        fetcher = Fetcher(open_block_calls(self._transport), store, self._settings.store, FetchTally())
+        self.worker = Worker(
+            self._settings,
+            self._transport,
+            fetcher,
+            ask_hub=self._ask_hub,
+            require_member=self._require_member,
+            compute=compute,
+        )
+
+    def serve_blocks(self, store: BlockStore) -> None:
+        self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(BlockServer(store).serve))
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Starts everything that was added; ready to serve when this returns."""
+        nursery.start_soon(self._membership.run)
+        nursery.start_soon(self._peers.run)
+        nursery.start_soon(self._joiner.run)
+        if self.hub is not None:
+            nursery.start_soon(self.hub.run)
+        if self.coordinator is not None:
+            await nursery.start(self.coordinator.run, self._send_demand, self._transport.addresses)
+        if self.worker is not None:
+            nursery.start_soon(self.worker.run)
+            nursery.start_soon(self._follow_tables)
+
+    # Wires between roles ----------------------------------------------------------------------------------------
+
+    def _on_hubs(self, hubs: tuple[PeerId, ...]) -> None:
+        if self.worker is not None:
+            self.worker.post(HubsKnown(hubs))
+        if self.coordinator is not None:
+            self.coordinator.hubs_changed()
+
+    def _on_table(self, hub: PeerId, table: DemandTable) -> None:
+        if self._tables.keep(hub, table) and self.worker is not None:
+            self.worker.post(DemandSeen(self._tables.open_copies()))
+
+    async def _follow_tables(self) -> None:
+        """Hears the tables of other hubs; the validator keeps what is new and true."""
+        received = await self._gossip.subscribe(self._topic, lambda _, data: self._tables.take(data))
+        async for _ in received:
+            assert self.worker is not None
+            self.worker.post(DemandSeen(self._tables.open_copies()))
+
+    async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
+        if hub == self._transport.peer_id and self.hub is not None:
+            return (await self.hub.handle(hub, int(method), body))[0]
+        return await one_call(self._transport, hub, MARKET_PROTOCOL, int(method), body, timeout_s=HUB_TIMEOUT_S)
+
+    async def _send_demand(self, record: DemandRecord) -> None:
+        """Tells every hub; one that does not answer is told again with the next record."""
+        sealed = seal(DEMAND_KIND, record.to_bytes(), self._transport.peer_id, self._transport.sign)
+        async with trio.open_nursery() as nursery:
+            for hub in self._peers.hubs():
+                nursery.start_soon(self._report_to, hub, sealed)
+
+    async def _report_to(self, hub: PeerId, sealed: bytes) -> None:
+        try:
+            await self._ask_hub(hub, MarketMethod.REPORT, sealed)
+        except KvasirError as error:
+            logger.warning("hub %s did not take our demand: %s", self._peers.name_of(hub), error)
+
+    async def _require_member(self, peer: PeerId) -> None:
+        await self._membership.require(peer, MEMBER_TIMEOUT_S)
+
+    def _network_address(self, peer: PeerId) -> str:
+        """The host part of a peer's address, for caps per address."""
+        address = next((c.address for c in self._transport.connections() if c.peer == peer), "")
+        return "/".join(address.split("/")[:3])
+
+    # What surfaces need -----------------------------------------------------------------------------------------
+
+    def ticket(self) -> str:
+        return write_ticket(Ticket(self._swarm.secret, self._transport.addresses()))
+
+    def models(self) -> tuple[ServedModel, ...]:
+        if self.coordinator is None:
+            return ()
+        manifest = self.coordinator.manifest
+        return (ServedModel(manifest.model, manifest.name, self._served_since),)
+
+    def find_model(self, name: str) -> ServedModel | None:
+        return next((model for model in self.models() if name in (model.id, model.name)), None)
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Answer]:
+        if self.coordinator is None:
+            raise CapacityError("this node serves no model; start it with --role coordinator, or ask one that does")
+        return self.coordinator.generate(request)
+
+    def ready_info(self) -> dict[str, Any]:
+        models = self.models()
+        return {
+            "schema": READY_SCHEMA,
+            "peer_id": self._transport.peer_id,
+            "name": self.name,
+            "roles": list(self._settings.node.roles),
+            "listen": list(self._transport.addresses()),
+            "ticket": self.ticket(),
+            "model": {"id": models[0].id, "name": models[0].name} if models else None,
+        }
+
+    async def drain(self) -> None:
+        """Finishes answers and gives leases back, both at once. Cancel-safe."""
+        async with trio.open_nursery() as nursery:
+            if self.coordinator is not None:
+                nursery.start_soon(self.coordinator.desk.drain)
+            if self.worker is not None:
+                nursery.start_soon(self.worker.drain)
+
+    def snapshot(self) -> NodeSnapshot:
+        coordinator = self.coordinator
+        return NodeSnapshot(
+            version=kvasir_node.__version__,
+            peer_id=self._transport.peer_id,
+            name=self.name,
+            roles=self._settings.node.roles,
+            uptime_s=round(trio.current_time() - self._started_at, 3),
+            warnings=self._warnings(),
+            model=coordinator.model_snapshot() if coordinator is not None else None,
+            slots=coordinator.desk.slots() if coordinator is not None else SlotsSnapshot(),
+            fanout=coordinator.fanout_snapshot()
+            if coordinator is not None
+            else FanoutSnapshot(reason="no coordinator"),
+            throughput=coordinator.desk.throughput() if coordinator is not None else ThroughputSnapshot(),
+            workers=coordinator.crew.snapshot() if coordinator is not None else (),
+            hub=self.hub.snapshot() if self.hub is not None else None,
+            worker=self.worker.snapshot() if self.worker is not None else None,
+            net=self._net_snapshot(),
+        )
+
+    def _warnings(self) -> tuple[str, ...]:
+        warnings = list(self._joiner.warnings())
+        if self.worker is not None and not self._peers.hubs():
+            warnings.append("no hub is connected, so this worker finds no work; join a swarm with --join TICKET")
+        if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
+            warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
+        return tuple(warnings)
+
+    def _net_snapshot(self) -> NetSnapshot:
+        connections = self._transport.connections()
+        relayed = sum(1 for c in connections if c.path == "relay")
+        return NetSnapshot(
+            peers=len(connections),
+            direct=len(connections) - relayed,
+            relayed=relayed,
+            bytes_in=self._transport.bytes_in,
+            bytes_out=self._transport.bytes_out,
+        )
+
+
+def node_name(settings: Settings) -> str:
+    return settings.node.name or socket.gethostname()
+
+
+def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel:
+    """Blocks: indexes (or finds the index of) the model of the settings, then loads it."""
+    entry = catalog.open(settings.coordinator.model)
+    if entry.path is None:
+        raise DataError(
+            f"{entry.name} is known by its blocks only; a coordinator needs the checkpoint on this disk: add its folder"
+        )
+    manifest = decode_manifest(read_block(store, Cid(entry.model)))
+    return load_model(entry.path, manifest, settings)
+
+
+@asynccontextmanager
+async def open_node(settings: Settings, *, compute: Compute = compute_here) -> AsyncIterator[Node]:
+    """A node with the roles of the settings, ready to serve, until the block ends.
+
+    `compute` is replaced only by the shipped faults. Raises UsageError, DataError and CapacityError for what the
+    settings ask for and cannot be had.
+    """
+    data_dir = data_dir_of(settings)
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    swarm = _read_swarm(settings, data_dir)
+    roles = settings.node.roles
+    store, catalog = await trio.to_thread.run_sync(open_library, settings)
+    model = await trio.to_thread.run_sync(_open_model, settings, catalog, store) if "coordinator" in roles else None
+    async with (
+        open_libp2p_transport(settings.network, data_dir / "node.key") as transport,
+        open_gossip(transport) as gossip,
+    ):
+        about = About(node_name(settings)[:128], kvasir_node.__version__, roles, transport.addresses())
+        membership = Membership(transport, swarm.secret, about.to_bytes())
+        node = Node(settings, transport, membership, gossip, swarm)
+        if "hub" in roles:
+            node.add_hub()
+        if model is not None:
+            node.add_coordinator(model)
+        if "worker" in roles:
+            node.add_worker(store, compute)
+        node.serve_blocks(store)
+        async with trio.open_nursery() as nursery:
+            await node.start(nursery)
+            yield node
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,70 @@
+"""Tickets: the one line that lets a node join a swarm.
+
+"kvasir1" and base32 (lower case, unpadded) of canonical CBOR {s: secret, a: addresses} and four bytes of its sha2-256,
+so that a mistyped ticket is told from a wrong one. A ticket is a secret. It does not know who may have one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+
+from kvasir_node.base.errors import Misbehaved, UsageError
+from kvasir_node.wire.codec import Fields, decode, encode
+from kvasir_node.wire.messages import ADDRESSES_MAX, read_address
+
+PREFIX = "kvasir1"
+SECRET_BYTES = 32
+_BYTES_MAX = 4096
+_CHECK_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A swarm's secret, and addresses (with /p2p/PEER) where it can be joined."""
+
+    secret: bytes
+    addresses: tuple[str, ...]
+
+
+def swarm_id(secret: bytes) -> str:
+    """A public name of the swarm, which says nothing about the secret."""
+    digest = hashlib.sha256(b"kvasir-node/swarm-id/1\0" + secret).digest()
+    return base64.b32encode(digest[:10]).decode("ascii").lower()
+
+
+def write_ticket(ticket: Ticket) -> str:
+    body = encode({"s": ticket.secret, "a": list(ticket.addresses[:ADDRESSES_MAX])})
+    return PREFIX + base64.b32encode(body + _check(body)).decode("ascii").lower().rstrip("=")
+
+
+def read_ticket(text: str) -> Ticket:
+    """Raises UsageError that says whether it is no ticket at all, or a damaged one."""
+    text = text.strip()
+    if not text.startswith(PREFIX):
+        raise UsageError(f"a ticket starts with {PREFIX}; got {text[:16]!r}")
+    letters = text.removeprefix(PREFIX).upper()
+    damaged = UsageError("the ticket is damaged (mistyped or cut off); copy it whole from `kvasir-node ticket`")
+    if len(letters) > 2 * _BYTES_MAX:
+        raise damaged
+    try:
+        raw = base64.b32decode(letters + "=" * (-len(letters) % 8))
+    except ValueError as error:
+        raise damaged from error
+    body, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
+    if _check(body) != check:
+        raise damaged
+    try:
+        fields = Fields(decode(body, max_bytes=_BYTES_MAX, what="ticket"), "ticket")
+        ticket = Ticket(fields.binary("s", SECRET_BYTES), fields.items("a", ADDRESSES_MAX, read_address))
+        fields.end()
+    except Misbehaved as error:
+        raise UsageError(f"the ticket is not of this version of kvasir-node: {error}") from error
+    if len(ticket.secret) != SECRET_BYTES:
+        raise UsageError("the ticket is not of this version of kvasir-node: its secret has another size")
+    return ticket
+
+
+def _check(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_CHECK_BYTES]

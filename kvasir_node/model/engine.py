@@ -117,7 +117,7 @@ class Engine:
 
         Raises CapacityError when no slot is free, UsageError when it can never fit.
         """
-        self._check(job)
+        self.check(job)
         if not self._free:
             raise CapacityError(f"all {self.slots} slots are busy")
         self._free.sort()
@@ -205,7 +205,7 @@ class Engine:
         self._cache.clear(seat.slot, written)
         self._free.append(seat.slot)
 
-    def _check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:
         if job.id in self._running or any(seat.job.id == job.id for seat in self._joining):
             raise BugError(f"job {job.id} joined twice")
         if not 1 <= len(job.prompt) < self.context:

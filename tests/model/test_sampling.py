@@ -39,7 +39,7 @@ def reference_probabilities(logits: torch.Tensor, options: SamplingOptions) -> t
     return warpers(torch.zeros(1, 1, dtype=torch.int64), logits[None])[0].double().softmax(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.floats(0.2, 3.0),
     st.floats(0.05, 1.0),
@@ -56,10 +56,9 @@ def test_the_distribution_is_that_of_transformers(temperature, top_p, top_k, min
     counts = Counter(choose(logits.expand(len(draws), -1), [options] * len(draws), draws))
     got = torch.zeros(size, dtype=torch.float64)
     got[list(counts)] = torch.tensor([float(n) for n in counts.values()], dtype=torch.float64) / len(draws)
-    # Evenly spaced draws hit each token for its share, up to one draw at each end. A token exactly on the border of
-    # top_p may be decided otherwise by float32 sums in transformers, so that its neighbours' shares move a little.
-    assert (got.cumsum(0) - expected.cumsum(0)).abs().max() < 2 / len(draws) + 0.03
-    assert (got - expected).abs().sum() < 0.4
+    # Evenly spaced draws hit each token for its share, up to one draw at each border.
+    assert (got.cumsum(0) - expected.cumsum(0)).abs().max() < 1.5 / len(draws)
+    assert (expected[list(counts)] > 0).all()
 
 
 def test_a_wide_vocabulary_with_flat_logits_looks_at_all_of_it():
@@ -95,7 +94,7 @@ def test_a_hot_temperature_flattens_and_does_not_fail():
     assert all(abs(Counter(tokens)[token] - 20) <= 1 for token in range(20))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.floats(0, math.nextafter(1.0, 0.0)), st.integers(0, 100))
 def test_a_token_without_weight_is_never_chosen(draw, seed):
     logits = random_logits(12, seed)

@@ -9,7 +9,8 @@ It does not know bytes, streams or disks: events tell it what happened, it answe
 3. A failed request pauses its provider, twice as long each time; after several in a row the provider is left.
 4. When nothing new is left to ask, a provider with room is asked for blocks that others owe for too long
    (`late_factor` × the typical time of a block), so the slowest does not hold back the end.
-5. When a block cannot come any more (nobody left to ask, or `attempts_max` tries), the whole download gives up.
+5. After `attempts_max` failed tries, a block is asked only of providers that were not tried for it yet.
+6. When a block cannot come any more (nobody left to ask for it), the whole download gives up.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvasir_node.base.ids import Cid, PeerId
 class FetchLimits:
     in_flight_max: int = 8  # blocks asked of one provider at once
     ask_max: int = 4  # blocks of one request; below in_flight_max, so that one is answered while another travels
-    attempts_max: int = 8  # failed tries of one block, over all providers
+    attempts_max: int = 8  # failed tries of one block, over all providers, before only untried ones are asked
     providers_max: int = 32
     bad_blocks_max: int = 3  # of one provider
     failures_max: int = 5  # requests to one provider that failed in a row
@@ -170,6 +171,7 @@ class _Block:
     asked_at: dict[PeerId, float] = field(default_factory=dict[PeerId, float])
     bad_from: set[PeerId] = field(default_factory=set[PeerId])
     missing_at: set[PeerId] = field(default_factory=set[PeerId])
+    tried: set[PeerId] = field(default_factory=set[PeerId])  # failed or sent it bad
     attempts: int = 0
 
 
@@ -205,9 +207,10 @@ class Fetch:
         """Whether Done or GiveUp was given."""
         return self._over
 
-    def in_flight(self, provider: PeerId) -> int:
+    def owed_by(self, provider: PeerId) -> tuple[Cid, ...]:
+        """The blocks that the provider was asked for and has not answered."""
         known = self._providers.get(provider)
-        return len(known.owes) if known else 0
+        return tuple(known.owes) if known else ()
 
     def handle(self, event: FetchEvent, now: float) -> list[FetchCommand]:
         if self._over:
@@ -295,6 +298,7 @@ class Fetch:
         yield Blame(provider, cid)
         if (block := self._unask(provider, cid)) is not None:
             block.bad_from.add(provider)
+            block.tried.add(provider)
             block.attempts += 1
         known.bad += 1
         alone = len(self._providers) == 1
@@ -307,6 +311,7 @@ class Fetch:
             return
         for cid in cids:
             if cid in known.owes and (block := self._unask(provider, cid)) is not None:
+                block.tried.add(provider)
                 block.attempts += 1
         if now < known.resume_at:
             return  # several requests that broke together are one failure
@@ -357,10 +362,10 @@ class Fetch:
             block = self._blocks.get(cid)
             if block is None or block.asked_at:
                 continue
-            if block.attempts >= self._limits.attempts_max:
-                return f"block {cid} failed {block.attempts} times"
-            if not any(provider not in block.missing_at for provider in self._providers):
+            if all(provider in block.missing_at for provider in self._providers):
                 return f"none of {len(self._providers)} providers has block {cid}"
+            if not any(self._may_ask(provider, block) for provider in self._providers):
+                return f"block {cid} failed {block.attempts} times"
         return None
 
     def _asks(self, now: float) -> Iterator[Ask]:
@@ -402,7 +407,7 @@ class Fetch:
                 yield cid
 
     def _may_ask(self, name: PeerId, block: _Block) -> bool:
-        if name in block.missing_at:
+        if name in block.missing_at or (block.attempts >= self._limits.attempts_max and name in block.tried):
             return False
         return name not in block.bad_from or all(
             other in block.bad_from or other in block.missing_at for other in self._providers

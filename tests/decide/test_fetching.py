@@ -89,13 +89,40 @@ def test_a_sole_provider_of_bad_blocks_is_asked_again_until_the_attempts_end():
     assert isinstance(gave_up, GiveUp)
 
 
+def test_dead_providers_never_use_up_the_tries_of_a_living_one():
+    names = [PeerId(f"dead{n}") for n in range(9)]
+    fetch, commands = started(1, *names, ANN, limits=FetchLimits(attempts_max=3, late_floor_s=100))
+    for tries in range(3 + len(names)):
+        ((provider, cid),) = asked(commands)
+        if provider == ANN:
+            break
+        commands = fetch.handle(RequestFailed(provider, (cid,)), tries * 1000.0)
+    assert tries > 3
+    assert fetch.handle(BlockArrived(ANN, CIDS[0]), 99_000.0) == [Done()]
+
+
+def test_a_block_that_one_provider_always_fails_is_given_up_although_its_others_arrive():
+    fetch, _ = started(40, ANN, limits=FetchLimits(in_flight_max=2, ask_max=1, attempts_max=3, pause_s=0.1))
+    now, gave_up = 0.0, None
+    while gave_up is None:
+        now += 1.0
+        held = fetch.owed_by(ANN)
+        commands = fetch.handle(Tick(), now)
+        for cid in held:
+            event = RequestFailed(ANN, (cid,)) if cid == CIDS[0] else BlockArrived(ANN, cid)
+            commands += fetch.handle(event, now)
+        gave_up = next((command for command in commands if isinstance(command, GiveUp)), None)
+        assert now < 100
+    assert gave_up == GiveUp(f"block {CIDS[0]} failed 3 times")
+
+
 def test_a_provider_with_several_bad_blocks_is_left():
     fetch, _ = started(8, ANN, BOB, limits=FetchLimits(in_flight_max=4, ask_max=4, bad_blocks_max=2))
     fetch.handle(BlockBad(ANN, CIDS[0]), 0.1)
     commands = fetch.handle(BlockBad(ANN, CIDS[1]), 0.2)
     assert commands[:2] == [Blame(ANN, CIDS[1]), Leave(ANN, LeaveReason.BAD_BLOCKS)]
     assert fetch.handle(ProviderJoined(ANN), 0.3) == []
-    assert fetch.in_flight(ANN) == 0
+    assert fetch.owed_by(ANN) == ()
     # What Ann sends although she was left is welcome: it was verified.
     fetch.handle(BlockArrived(ANN, CIDS[2]), 0.4)
     for cid in (*CIDS[3:8], *CIDS[0:2]):

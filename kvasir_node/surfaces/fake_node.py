@@ -125,6 +125,13 @@ class FakeNode:
         if self._places.value == 0 and self.waiting >= self._settings.coordinator.queue:
             raise QueueFull("the queue is full; try again later", retry_after_s=0.2)
 
+    async def _wait_for_place(self) -> None:
+        self.waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.waiting -= 1
+
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Open answers keep `drain` waiting."""
@@ -140,11 +147,10 @@ class FakeNode:
     async def _events(
         self, request: GenerationRequest, ended: list[Finished]
     ) -> AsyncGenerator[TextDelta | Finished, None]:
-        self.waiting += 1
         try:
-            await self._places.acquire()
-        finally:
-            self.waiting -= 1
+            self._places.acquire_nowait()
+        except trio.WouldBlock:
+            await self._wait_for_place()
         self.busy += 1
         try:
             limit = request.max_tokens or len(self.pieces)

@@ -243,16 +243,23 @@ async def _read_body(request: Request, bytes_max: int) -> bytes:
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HTTPException(415, f"the body must be application/json, got {content_type[:60]!r}")
-    parts, size_bytes = [], 0
+    body = bytearray()
     with trio.move_on_after(BODY_TIMEOUT_S) as scope:
-        async for part in request.stream():
-            size_bytes += len(part)
-            if size_bytes > bytes_max:
+        while await _read_part(request.receive, body):
+            if len(body) > bytes_max:
                 raise HTTPException(413, f"the body must be at most {bytes_max} bytes")
-            parts.append(part)
     if scope.cancelled_caught:
         raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s")
-    return b"".join(parts)
+    return bytes(body)
+
+
+async def _read_part(receive: Receive, body: bytearray) -> bool:
+    """False after the last part. (starlette's own generator would be left open by an early answer.)"""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect()
+    body += message.get("body", b"")
+    return message.get("more_body", False)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

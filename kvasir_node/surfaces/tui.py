@@ -15,7 +15,7 @@ from kvasir_node.base.snapshot import DemandSnapshot, NodeSnapshot, WorkerPeerSn
 from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
 
 WARNINGS_SHOWN = 3
-BAR_CELLS = 16
+BAR_CELLS = 12
 LOG_LINES_MIN = 3
 _LABEL_CELLS = 9
 _MARKS = {"new": " ", "trial": "?", "proven": "+", "suspect": "!", "banned": "x"}
@@ -135,7 +135,6 @@ def _pairs(snapshot: NodeSnapshot) -> str:
         "remote": fanout.remote_pairs,
         "trial": fanout.trial_pairs,
         "fallbacks": fanout.fallbacks,
-        "hedges": fanout.hedges,
         "mismatches": fanout.mismatches,
     }
     return "  ".join(f"{name} {count_text(count)}" for name, count in counts.items())
@@ -153,7 +152,7 @@ def _worker(snapshot: NodeSnapshot) -> str:
 def _net(snapshot: NodeSnapshot) -> str:
     net = snapshot.net
     peers = f"{net.peers} peers ({net.direct} direct, {net.relayed} relayed)"
-    return f"{peers}   in {size_text(net.bytes_in)}  out {size_text(net.bytes_out)}   reachability {net.reachability}"
+    return f"{peers}   {net.reachability}   in {size_text(net.bytes_in)}  out {size_text(net.bytes_out)}"
 
 
 def _help(free: int) -> list[Text]:

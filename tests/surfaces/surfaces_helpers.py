@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
-import pytest
 import trio
 
 from kvasir_node.base.settings import Settings, load_settings
@@ -56,13 +55,15 @@ async def serve(node: FakeNode, *, grace_s: float = 1.0) -> AsyncIterator[Served
             stop.set()
 
 
-@pytest.fixture
-def served() -> Callable[..., AbstractAsyncContextManager[Served]]:
-    return serve
-
-
 def sse_documents(text: str) -> list[Any]:
     """The events of a stream, comments left out; "[DONE]" stays text."""
     lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert all(line.startswith("data: ") for line in lines), lines
     return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for something that real sockets bring about."""
+    with trio.fail_after(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.005)

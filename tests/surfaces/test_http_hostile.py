@@ -1,0 +1,140 @@
+"""Clients that stop reading, never stop writing, send half a request or speak something else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from surfaces_helpers import CHAT, serve, settings_with, until
+
+from kvasir_node.surfaces.exchange import SEND_TIMEOUT_S
+from kvasir_node.surfaces.fake_node import FakeNode
+from kvasir_node.surfaces.http import BODY_TIMEOUT_S, build_app
+from kvasir_node.surfaces.sse import HEARTBEAT
+
+BODY = json.dumps({"model": "demo", "stream": True, "messages": [{"role": "user", "content": "x"}]}).encode()
+
+
+async def connect(url: str) -> trio.SocketStream:
+    return await trio.open_tcp_stream("127.0.0.1", int(url.rsplit(":", 1)[1]))
+
+
+def head(path: str, *lines: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *lines, "", "")
+    return "\r\n".join(lines).encode()
+
+
+async def test_a_client_that_stops_reading_holds_no_slot_and_does_not_stop_the_end():
+    node = FakeNode(settings_with(coordinator__slots=1), pieces=["x" * 1_000_000] * 30)
+    async with serve(node, grace_s=0.2) as served:
+        stream = await connect(served.url)
+        await stream.send_all(head(CHAT, f"content-length: {len(BODY)}") + BODY)
+        assert b"200" in await stream.receive_some(1000)
+        await until(lambda: node.requests and node.busy == 0)  # 30 MB are computed, hardly any of it was read
+        assert node.left_early_count == 0
+        started_at = trio.current_time()
+    assert trio.current_time() - started_at < 2.0
+    await stream.aclose()
+
+
+async def test_an_endless_upload_gets_its_answer_and_is_cut():
+    async with serve(FakeNode(settings_with())) as served:
+        stream = await connect(served.url)
+        await stream.send_all(head("/nope", "transfer-encoding: chunked"))
+
+        async def upload() -> None:
+            while True:
+                await stream.send_all(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+
+        async with trio.open_nursery() as nursery:
+
+            async def upload_until_cut() -> None:
+                with pytest.raises(trio.BrokenResourceError):
+                    await upload()
+
+            nursery.start_soon(upload_until_cut)
+        await stream.aclose()
+        assert (await served.client.get("/health")).status_code == 200
+
+
+GARBAGE = [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 70_000, b"\r\n" * 9]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_what_is_no_http_harms_nobody(garbage):
+    async with serve(FakeNode(settings_with())) as served:
+        stream = await connect(served.url)
+        await stream.send_all(garbage)
+        await stream.send_eof()
+        with trio.move_on_after(2):
+            while await stream.receive_some(10_000):
+                pass
+        assert (await served.client.get("/health")).status_code == 200
+        await stream.aclose()
+
+
+async def test_websockets_are_refused():
+    async with serve(FakeNode(settings_with())) as served:
+        headers = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        headers["sec-websocket-key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+        response = await served.client.get("/v1/models", headers=headers)
+    assert response.status_code == 403
+
+
+class Asgi:
+    """One exchange without sockets, for virtual time: the body's parts, and what was sent back."""
+
+    def __init__(self, node: FakeNode, *parts: bytes, path: str = CHAT) -> None:
+        self.app, self.path = build_app(node), path
+        self.parts = list(parts)
+        self.sent: list[tuple[float, bytes]] = []
+        self.status = 0
+        self.reads = True
+
+    async def run(self) -> None:
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b""}
+        await self.app(scope, self.receive, self.send)
+
+    async def receive(self):
+        if not self.parts:
+            await trio.sleep_forever()
+        body = self.parts.pop(0)
+        return {"type": "http.request", "body": body, "more_body": body != self.END}
+
+    async def send(self, message):
+        await trio.lowlevel.checkpoint()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif not self.reads:
+            await trio.sleep_forever()
+        else:
+            self.sent.append((trio.current_time(), message["body"]))
+
+    END = b""
+
+
+async def test_half_a_body_is_awaited_for_a_while_only(autojump_clock):
+    exchange = Asgi(FakeNode(settings_with()), BODY[:10])
+    await exchange.run()
+    assert exchange.status == 408
+    assert BODY_TIMEOUT_S <= trio.current_time() < BODY_TIMEOUT_S + 5
+
+
+async def test_a_stalled_send_is_given_up(autojump_clock):
+    node = FakeNode(settings_with(), pieces=["x"] * 5, piece_s=1)
+    exchange = Asgi(node, BODY, Asgi.END)
+    exchange.reads = False
+    await exchange.run()
+    assert (node.busy, node.left_early_count) == (0, 0)
+    assert trio.current_time() == pytest.approx(SEND_TIMEOUT_S, abs=1)
+
+
+async def test_a_comment_comes_at_once_and_every_heartbeat(autojump_clock):
+    node = FakeNode(settings_with(api__heartbeat_s=10), pieces=["late"], piece_s=35)
+    exchange = Asgi(node, BODY, Asgi.END)
+    await exchange.run()
+    beats = [round(at - exchange.sent[0][0]) for at, body in exchange.sent if body == HEARTBEAT]
+    assert beats == [0, 10, 20, 30]
+    assert exchange.sent[-2][1].endswith(b"data: [DONE]\n\n")

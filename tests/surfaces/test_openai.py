@@ -1,0 +1,206 @@
+"""Request bodies: what is taken, and that every wrong one names its parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvasir_node.base.errors import UsageError
+from kvasir_node.base.generation import SamplingOptions
+from kvasir_node.surfaces.openai import TEXT_MAX_TOKENS_DEFAULT, parse_chat, parse_completion, parse_json_object
+
+USER = [{"role": "user", "content": "hello"}]
+
+BAD_CHAT = [
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"model": "\ud800"}, "model"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": USER * 2049}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "half \udc00"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.01}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": list("abcde")}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop": "x" * 513}, "stop"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"user": 5}, "user"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"other": True}}, "stream_options"),
+    ({"prompt": "x"}, "prompt"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"frequency_penalty": False}, "frequency_penalty"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"temprature": 1}, "temprature"),
+    ({"half \ud800": 1}, "half ?"),
+]
+
+BAD_PROMPTS = [
+    None,
+    "",
+    [],
+    [[]],
+    ["a", "b"],
+    [[1], [2]],
+    [1, -1],
+    [1, "a"],
+    [True],
+    [1.5],
+    5,
+    {},
+    [""],
+    "\ud800",
+    [2**31],
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_CHAT)
+def test_a_wrong_chat_parameter_is_named(change, param):
+    with pytest.raises(UsageError) as caught:
+        parse_chat({"model": "demo", "messages": USER} | change)
+    assert caught.value.param == param
+    assert str(caught.value).encode("utf-8")  # a message that cannot be sent would be an error of its own
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS)
+def test_a_wrong_prompt_is_named(prompt):
+    with pytest.raises(UsageError) as caught:
+        parse_completion({"model": "demo", "prompt": prompt})
+    assert caught.value.param == "prompt"
+
+
+def test_all_supported_parameters_arrive():
+    asked = parse_chat(
+        {
+            "model": "demo",
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": "eve",
+                },
+            ],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_completion_tokens": 7,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 3,
+            "min_p": 0.25,
+            "seed": -5,
+            "stop": ["x", "\n"],
+            "n": 1,
+            "user": "someone",
+        }
+    )
+    assert (asked.model, asked.stream, asked.include_usage) == ("demo", True, True)
+    assert asked.generation.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "eve"},
+    )
+    assert asked.generation.sampling == SamplingOptions(0.0, 0.5, 3, 0.25, -5)
+    assert (asked.generation.max_tokens, asked.generation.stop) == (7, ("x", "\n"))
+
+
+def test_defaults_are_openais():
+    chat = parse_chat({"model": "demo", "messages": USER}).generation
+    text = parse_completion({"model": "demo", "prompt": "x"}).generation
+    assert chat.sampling == SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+    assert (chat.max_tokens, text.max_tokens) == (None, TEXT_MAX_TOKENS_DEFAULT)
+
+
+def test_null_and_values_that_ask_for_nothing_are_as_good_as_absent():
+    neutral = {
+        "temperature": None,
+        "whatever": None,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logprobs": False,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+    }
+    plain = {"model": "demo", "messages": USER}
+    assert parse_chat(plain | neutral) == parse_chat(plain)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "tokens"),
+    [("hi", "hi", None), (["hi"], "hi", None), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2))],
+)
+def test_prompts_are_text_or_token_ids(prompt, text, tokens):
+    asked = parse_completion({"model": "demo", "prompt": prompt}).generation
+    assert (asked.prompt, asked.prompt_tokens, asked.messages) == (text, tokens, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b"5", b"null", b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe{}", b"[" * 100_000, b"9" * 5000],
+)
+def test_what_is_no_json_object_is_refused(body):
+    with pytest.raises(UsageError):
+        parse_json_object(body)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=8,
+)
+names = st.sampled_from(
+    ["messages", "prompt", "stop", "seed", "stream", "stream_options", "n", "top_k", "tools", "other"]
+)
+
+
+@given(st.dictionaries(names, json_values, max_size=4), st.sampled_from([parse_chat, parse_completion]))
+def test_any_body_is_taken_or_refused_by_name(body, parse):
+    refusal, contents = None, []
+    try:
+        asked = parse({"model": "demo", **body}).generation
+        contents = [asked.messages, asked.prompt, asked.prompt_tokens]
+    except UsageError as error:
+        refusal = error
+    if refusal is None:
+        assert sum(content is not None for content in contents) == 1
+    else:
+        assert refusal.param
+        json.dumps([refusal.param, str(refusal)], ensure_ascii=False).encode()

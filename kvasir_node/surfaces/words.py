@@ -5,14 +5,10 @@ It does not know what the values mean. Text that came from other peers passes th
 
 from __future__ import annotations
 
-import unicodedata
-
-_UNSHOWN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
 
 def clean(text: str, characters_max: int = 500) -> str:
-    """One line without control, format or undefined characters: no peer can move our cursor or forge a line."""
-    shown = "".join("?" if unicodedata.category(c) in _UNSHOWN else c for c in text[:characters_max])
+    """One line of what can be printed: no peer can move our cursor, reverse our text or forge a line."""
+    shown = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text[:characters_max])
     return shown if len(text) <= characters_max else shown[:-3] + "..."
 
 

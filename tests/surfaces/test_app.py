@@ -1,0 +1,154 @@
+"""`up` as a process: the ready line, node.json, signals, draining, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvasir_node.surfaces.nodefile import read_node_file
+
+SCRIPT = Path(__file__).with_name("fake_up.py")
+
+
+@contextmanager
+def started(data_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(SCRIPT), str(data_dir), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@contextmanager
+def streaming(url: str) -> Iterator[None]:
+    """An answer that has begun, and will not end by itself."""
+    body = {"model": "demo", "prompt": "x", "stream": True}
+    with httpx.stream("POST", url + "/v1/completions", json=body, trust_env=False) as response:
+        parts = response.iter_raw()
+        assert next(parts).startswith(b":")
+        yield
+        parts.close()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, stderr = process.communicate(timeout=15)
+    return process.returncode, stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ready_line_then_a_signal_ends_it_cleanly(tmp_path, number):
+    data_dir = tmp_path / "data"
+    with started(data_dir) as process:
+        line = ready(process)
+        assert (line["schema"], line["model"]["name"]) == ("kvasir.ready/1", "demo")
+        assert httpx.get(line["api"] + "/health", trust_env=False).status_code == 200
+        found = read_node_file(data_dir)
+        assert found is not None
+        assert (found.pid, found.api, found.ticket) == (process.pid, line["api"], line["ticket"])
+        assert stat.S_IMODE((data_dir / "node.json").stat().st_mode) == 0o600
+        process.send_signal(number)
+        code, stderr = ended(process)
+    assert code == 0, stderr
+    assert list(data_dir.iterdir()) == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(line["api"] + "/health", trust_env=False)
+
+
+def test_sigterm_lets_running_answers_finish_and_refuses_new_ones(tmp_path):
+    with started(tmp_path, "piece_s=0.4") as process:
+        url = ready(process)["api"]
+        body = {"model": "demo", "prompt": "x"}
+        answers = []
+
+        def ask() -> None:
+            answers.append(httpx.post(url + "/v1/completions", json=body, trust_env=False))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while httpx.get(url + "/kvasir/v1/status", trust_env=False).json()["slots"]["busy"] == 0:
+            pass
+        process.send_signal(signal.SIGTERM)
+        refused = httpx.post(url + "/v1/completions", json=body, trust_env=False)
+        while refused.status_code == 200:
+            refused = httpx.post(url + "/v1/completions", json=body, trust_env=False)
+        asking.join()
+        code, stderr = ended(process)
+    assert (code, answers[0].status_code, refused.status_code) == (0, 200, 503), stderr
+    assert answers[0].json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_draining_has_a_deadline(tmp_path):
+    with started(tmp_path, "piece_s=60", "node.drain_timeout_s=0.2") as process:
+        url = ready(process)["api"]
+        with streaming(url):
+            process.send_signal(signal.SIGTERM)
+            code, stderr = ended(process)
+    assert code == 0
+    assert "did not end within" in stderr
+
+
+def test_the_second_sigint_ends_at_once(tmp_path):
+    with started(tmp_path, "piece_s=60") as process:
+        url = ready(process)["api"]
+        with streaming(url):
+            process.send_signal(signal.SIGINT)
+            while "draining" not in process.stderr.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            code, _ = ended(process)
+    assert code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_before_ready_just_ends_it(tmp_path):
+    with started(tmp_path, "start_s=60") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "opening\n"
+        process.send_signal(signal.SIGTERM)
+        code, stderr = ended(process)
+    assert (code, stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_nodes_never_share_a_data_directory(tmp_path):
+    with started(tmp_path) as first:
+        ready(first)
+        with started(tmp_path) as second:
+            code, stderr = ended(second)
+        assert code == 1  # the script does not translate errors; the command line does
+        assert "another --data-dir" in stderr
+        assert read_node_file(tmp_path) is not None
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path):
+    with started(tmp_path / "a") as first:
+        listen = ready(first)["api"].removeprefix("http://")
+        with started(tmp_path / "b", f"api.listen={listen}", "start_s=60") as second:
+            _, stderr = ended(second)
+    assert "the port is in use" in stderr
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_node_that_fails_to_start_raises_its_own_error(tmp_path):
+    with started(tmp_path, "node.name=broken") as process:
+        code, stderr = ended(process)
+    assert code == 1
+    assert "no such weights" in stderr
+    assert "ExceptionGroup" not in stderr

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class FanoutSettings:
     deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
     spot_check_ratio: float = 0.01  # share of remote calls that are recomputed and compared
     trial_rows_max: int = 16  # rows of one trial
-    trials_per_address_max: int = 8  # trials started for one network address within `trial_window_s`
+    trials_per_address_max: int = 8  # trials of one network address under way or failed within `trial_window_s`
     trial_window_s: float = 60 * SECONDS
     cool_off_s: float = 5 * SECONDS  # first pause after a failure; doubles with each one
     cool_off_max_s: float = 10 * MINUTES
@@ -143,7 +143,7 @@ class Settings:
     worker: WorkerSettings = WorkerSettings()
     store: StoreSettings = StoreSettings()
     log: LogSettings = LogSettings()
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 SECTIONS = tuple(f.name for f in fields(Settings) if f.name != "origins")
@@ -172,7 +172,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _MAY_BE_ZERO = {"coordinator.queue", "coordinator.context", "fanout.spot_check_ratio", "market.surge_copies_max"}
 _SECRETS = {"api.key"}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B?)\Z", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*((?:[KMGT]i?)?B?)\Z", re.ASCII | re.IGNORECASE)
+_DEVICE = re.compile(r"(auto|cpu|cuda(:[0-9]{1,3})?)\Z", re.ASCII)
 
 
 def default_config_path() -> Path:
@@ -200,8 +201,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text.strip())
     if match is None:
         raise UsageError(f"a size is a number with an optional K, M, G or T, such as 512M; got {text!r}")
-    power = "KMGT".find(match[2][:1].upper()) + 1 if match[2] and match[2][0].upper() in "KMGT" else 0
-    return int(float(match[1]) * 1024**power)
+    power = " KMGT".find(match[2][0].upper()) if match[2] else 0
+    return int(float(match[1]) * 1024 ** max(power, 0))
 
 
 def load_settings(
@@ -244,7 +245,7 @@ def _env_name(key: str) -> str:
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for name, value in env.items():
         if not name.startswith("KVASIR_") or "__" not in name:
             continue
@@ -262,7 +263,7 @@ def _read_file(path: Path | None, *, required: bool) -> dict[str, Any]:
         if required:
             raise UsageError(f"no settings file at {path}; `kvasir-node config init` writes one") from error
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"the settings file {path} cannot be read: {error}") from error
     version = document.pop("version", None)
     if version != FILE_VERSION:
@@ -271,7 +272,7 @@ def _read_file(path: Path | None, *, required: bool) -> dict[str, Any]:
     for section, values in document.items():
         if not isinstance(values, dict):
             raise UsageError(f"{path}: {section!r} is not a section; known sections: {', '.join(SECTIONS)}")
-        found |= {f"{section}.{key}": value for key, value in values.items()}
+        found |= {f"{section}.{key}": value for key, value in typing.cast("dict[str, Any]", values).items()}
     return found
 
 
@@ -279,8 +280,8 @@ def _with(settings: Settings, key: str, value: Any, origin: str) -> Settings:
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         raise UsageError(f"unknown section in setting {key!r} ({origin}); known sections: {', '.join(SECTIONS)}")
-    part = getattr(settings, section)
-    hints = typing.get_type_hints(type(part))
+    part: Any = getattr(settings, section)
+    hints = typing.get_type_hints(part.__class__)
     if name not in hints:
         raise UsageError(f"unknown setting {key!r} ({origin}); section {section} has: {', '.join(hints)}")
     return replace(settings, **{section: replace(part, **{name: _checked(key, hints[name], value, origin)})})
@@ -288,7 +289,8 @@ def _with(settings: Settings, key: str, value: Any, origin: str) -> Settings:
 
 def _checked(key: str, kind: Any, value: Any, origin: str) -> Any:
     """Converts text (env, `--set`) and checks type, choice and range."""
-    wrong = UsageError(f"setting {key} ({origin}) must be {_kind_name(kind)}; got {value!r}")
+    shown = "a value that is not shown" if key in _SECRETS else repr(value)
+    wrong = UsageError(f"setting {key} ({origin}) must be {_kind_name(kind)}; got {shown}")
     if kind is bool:
         text = str(value).lower()
         if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
@@ -301,10 +303,19 @@ def _checked(key: str, kind: Any, value: Any, origin: str) -> Any:
             raise wrong
         if key in _CHOICES and value not in _CHOICES[key]:
             raise UsageError(f"setting {key} ({origin}) must be one of {', '.join(_CHOICES[key])}; got {value!r}")
+        if key == "node.device" and not _DEVICE.match(value):
+            raise UsageError(f"setting {key} ({origin}) must be auto, cpu or cuda:N; got {value!r}")
         return value
-    items = tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(item, str) for item in items):
+    return _checked_list(key, value, origin, wrong)
+
+
+def _checked_list(key: str, value: Any, origin: str, wrong: UsageError) -> tuple[str, ...]:
+    if not isinstance(value, str | list | tuple):
         raise wrong
+    parts = value.split(",") if isinstance(value, str) else typing.cast("Sequence[Any]", value)
+    if not all(isinstance(part, str) for part in parts):
+        raise wrong
+    items = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if key == "node.roles" and (not items or set(items) - set(ROLES)):
         raise UsageError(f"setting {key} ({origin}) must name some of {', '.join(ROLES)}; got {value!r}")
     return items
@@ -317,9 +328,13 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
         if isinstance(value, str) and key.endswith(("_bytes", "_bytes_max")):
             number: int | float = parse_size(value)
         else:
-            number = kind(value) if not isinstance(value, float) or kind is float else int(value)
-    except (TypeError, ValueError, UsageError) as error:
+            number = kind(value)
+    except (TypeError, ValueError, OverflowError, UsageError) as error:
         raise wrong from error
+    if kind is int and isinstance(value, float) and number != value:
+        raise wrong
+    if key.endswith("_ratio") and number > 1:
+        raise UsageError(f"setting {key} is a share of the whole and at most 1; got {value!r}")
     low = 0 if key in _MAY_BE_ZERO else 1e-9
     if not low <= number < 1e15:
         least = "zero or more" if key in _MAY_BE_ZERO else "above zero"

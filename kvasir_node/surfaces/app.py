@@ -19,12 +19,12 @@ from typing import TextIO
 
 import trio
 
-from kvasir_node.base.settings import Settings
+from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.surfaces.address import parse_address
 from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.http import check_key_policy, serve_api
 from kvasir_node.surfaces.listener import open_listeners, url_of
-from kvasir_node.surfaces.nodefile import NodeFile, claimed, data_dir_of, remove_node_file, write_node_file
+from kvasir_node.surfaces.nodefile import NodeFile, claimed, remove_node_file, write_node_file
 from kvasir_node.surfaces.ports import NodePort
 
 OpenNode = Callable[[Settings], AbstractAsyncContextManager[NodePort]]

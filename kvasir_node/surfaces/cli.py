@@ -18,7 +18,7 @@ import typer
 
 from kvasir_node import __version__
 from kvasir_node.base.errors import KvasirError, UsageError
-from kvasir_node.base.settings import Settings, default_config_path, environment, load_settings
+from kvasir_node.base.settings import Settings, data_dir_of, default_config_path, environment, load_settings
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.client import NodeClient
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 UNHEALTHY = 4
 INTERRUPTED = 130
 OUR_BUG = 1
+DEMO = "demo"
 
 _ClickError = typer.BadParameter.mro()[2]  # ClickException: typer ships its own click since 0.2x; names moved
 
@@ -274,7 +275,7 @@ def ticket(context: typer.Context, as_json: JsonFlag = False) -> None:
 @app.command("id")
 def id_(context: typer.Context, as_json: JsonFlag = False) -> None:
     """This node's peer id, whether it runs or not."""
-    from kvasir_node.surfaces.nodefile import KEY_NAME, data_dir_of
+    from kvasir_node.surfaces.nodefile import KEY_NAME
 
     key = data_dir_of(context.obj.settings()) / KEY_NAME
     peer_id = _peer_id_of(key) if key.exists() else _node_file(context).peer_id
@@ -290,13 +291,16 @@ def _peer_id_of(key: Path) -> str:
 @app.command("ls")
 def ls(context: typer.Context, as_json: JsonFlag = False) -> None:
     """The models on this machine."""
-    from kvasir_node.surfaces.library import models_document, open_catalog
+    from kvasir_node.roles.library import demo_folder, open_library
 
-    document = models_document(open_catalog(context.obj.settings()))
+    _, catalog = open_library(context.obj.settings())
+    models = [{"id": e.model, "name": e.name, "path": str(e.path) if e.path else None} for e in catalog.list()]
+    if not any(model["name"] == DEMO for model in models):  # it gets its id when it is first used
+        models.insert(0, {"id": None, "name": DEMO, "path": str(demo_folder())})
     if as_json:
-        _print_json(document)
+        _print_json({"schema": "kvasir.models/1", "models": models})
         return
-    for model in document["models"]:
+    for model in models:
         print(f"{model['name']:<24} {model['id'] or '-':<59} {model['path'] or '(fetched)'}")
 
 
@@ -307,13 +311,14 @@ def add(
     name: Annotated[str | None, typer.Option(help="Its name here; the folder's by default.")] = None,
 ) -> None:
     """Index a checkpoint where it lies, copying nothing, and print its model id."""
-    from kvasir_node.surfaces.library import open_catalog
+    from kvasir_node.roles.library import open_library
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{100 * done // max(total, 1):3d} %", end="", file=sys.stderr, flush=True)
 
-    entry = open_catalog(context.obj.settings()).add(path, name=name, progress=progress)
+    _, catalog = open_library(context.obj.settings())
+    entry = catalog.add(path, name=name, progress=progress)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(entry.model)
@@ -363,7 +368,7 @@ def _client(context: typer.Context, url: str | None) -> NodeClient:
 
 def _node_file(context: typer.Context) -> Any:
     from kvasir_node.base.errors import Unreachable
-    from kvasir_node.surfaces.nodefile import data_dir_of, read_node_file
+    from kvasir_node.surfaces.nodefile import read_node_file
 
     data_dir = data_dir_of(context.obj.settings())
     found = read_node_file(data_dir)

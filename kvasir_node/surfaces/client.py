@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from kvasir_node.base.errors import CapacityError, DataError, KvasirError, Unreachable, UsageError
-from kvasir_node.base.settings import Settings
+from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.surfaces.address import parse_address
-from kvasir_node.surfaces.nodefile import data_dir_of, read_node_file
+from kvasir_node.surfaces.nodefile import read_node_file
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 30.0  # a node answers or sends a heartbeat well within

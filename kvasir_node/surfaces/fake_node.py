@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import trio
@@ -31,7 +31,15 @@ from kvasir_node.base.snapshot import (
 )
 from kvasir_node.surfaces.ports import AnswerEvents, ModelCard
 
-FAKE_CARD = ModelCard("bafyreifakemodel", "demo", 1_700_000_000)
+
+@dataclass(frozen=True, slots=True)
+class FakeCard:
+    id: str
+    name: str
+    created_at: int
+
+
+FAKE_CARD = FakeCard("bafyreifakemodel", "demo", 1_700_000_000)
 FAKE_PEER = "12D3KooWFakePeerFakePeerFakePeerFakePeerFakePeerFake"
 FAKE_PIECES = ("It is a truth ", "universally ", "acknowledged")
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvasir_node.base.errors import UsageError
-from kvasir_node.base.settings import Settings, default_data_dir
 
 FILE_NAME = "node.json"
 KEY_NAME = "node.key"  # the peer's identity, beside it
@@ -27,10 +26,6 @@ class NodeFile:
     api: str | None  # URL
     peer_id: str
     ticket: str
-
-
-def data_dir_of(settings: Settings) -> Path:
-    return Path(settings.node.data_dir) if settings.node.data_dir else default_data_dir()
 
 
 @contextmanager

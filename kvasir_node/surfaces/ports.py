@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvasir_node.base.generation import Finished, GenerationRequest, TextDelta
@@ -16,13 +15,17 @@ from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import NodeSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelCard(Protocol):
     """A model that this node serves; `created_at` is seconds since 1970."""
 
-    id: str
-    name: str
-    created_at: int
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def created_at(self) -> int: ...
 
 
 AnswerEvents = AsyncIterator[TextDelta | Finished]

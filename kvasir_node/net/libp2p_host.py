@@ -22,6 +22,7 @@ from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key
 from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
@@ -84,6 +85,13 @@ class Libp2pStream:
 
     async def reset(self) -> None:
         await self._muxed.reset()
+
+
+class _NeverConnects(AutoConnector):
+    """Stands where libp2p would dial, by itself, whatever peers it has heard of."""
+
+    async def maybe_connect(self) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 class _GuardedSwarm(Swarm):
@@ -329,6 +337,7 @@ def _new_swarm(settings: NetworkSettings, key: KeyPair, table: ConnectionTable) 
         outbound_upgrade_timeout=UPGRADE_TIMEOUT_S,
     )
     swarm = _GuardedSwarm(peer_id, peerstore, upgrader, connection_config=limits)
+    swarm.auto_connector = _NeverConnects(swarm)
     swarm.table = table
     return swarm
 

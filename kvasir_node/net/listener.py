@@ -45,6 +45,7 @@ class TcpListener(IListener):
         self._listener = trio.SocketListener(sock)
         self._bound = sock.getsockname()[:2]
         self._accepting: trio.CancelScope | None = None
+        self._is_closed = False
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs without a peer: 0.0.0.0 and :: become the addresses of all interfaces."""
@@ -63,11 +64,16 @@ class TcpListener(IListener):
 
         A process without a free descriptor waits for one.
         """
-        async with trio.open_nursery() as accepting:
-            self._accepting = accepting.cancel_scope
-            await trio.serve_listeners(handle, [self._listener], handler_nursery=handlers)
+        try:
+            async with trio.open_nursery() as accepting:
+                self._accepting = accepting.cancel_scope
+                await trio.serve_listeners(handle, [self._listener], handler_nursery=handlers)
+        except* trio.ClosedResourceError:
+            if not self._is_closed:
+                raise
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._accepting is not None:
             self._accepting.cancel()
         await self._listener.aclose()

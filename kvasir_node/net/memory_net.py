@@ -345,10 +345,10 @@ class MemoryNetwork:
         for other in self._transports.values():
             if not other.is_connected(peer):
                 continue
-            victim.lost(other, "this peer was killed")
             if silently:
                 self.partition(peer, other.peer_id)
             else:
+                victim.lost(other, "this peer was killed")
                 other.lost(victim, "the peer closed the connection")
 
     def find(self, peer: PeerId) -> MemoryTransport | None:
@@ -358,6 +358,8 @@ class MemoryNetwork:
         self._nursery.start_soon(self._serve, own, handler, stream)
 
     async def _serve(self, own: MemoryTransport, handler: StreamHandler, stream: MemoryStream) -> None:
+        if not own.is_alive:
+            return
         with trio.move_on_after(math.inf) as scope:
             own.handler_scopes.add(scope)
             try:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import trio
 
@@ -84,6 +85,7 @@ class CallStream:
         self._tasks = 0  # serving, or cancelled and not over yet
         self._outbox: deque[Sequence[Part]] = deque()
         self._outbox_max = 4 * in_flight_max + OUTBOX_SPARE_FRAMES
+        self._misbehaviour: Misbehaved | None = None
         self._closing = False
         self._writer_lot = trio.lowlevel.ParkingLot()
         self._room_lot = trio.lowlevel.ParkingLot()
@@ -105,20 +107,19 @@ class CallStream:
     # --- life ---
 
     async def run(self) -> None:
-        """Serves until the stream ends; then every pending call of ours has failed with Unreachable.
+        """Serves until the stream ends; then every pending call of ours has failed with Unreachable (or Misbehaved).
 
         A peer that closes its direction still gets the results of the calls it made. Raises Misbehaved (the stream
         is reset) when the peer sends what no honest peer sends.
         """
         reason = "the call stream was stopped here"
-        misbehaviour: Misbehaved | None = None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_until_broken, nursery.cancel_scope)
                 try:
                     reason = await self._read_loop(nursery)
                 except Misbehaved as error:
-                    misbehaviour, reason = error, str(error)
+                    self._misbehaviour, reason = error, str(error)
                     nursery.cancel_scope.cancel()
                 except Unreachable as error:
                     reason = str(error)
@@ -127,9 +128,9 @@ class CallStream:
                 self._close_when_served()
         finally:
             self._fail_pending(reason)
-        if misbehaviour is not None:
+        if self._misbehaviour is not None:
             await self.stream.reset()
-            raise misbehaviour
+            raise self._misbehaviour
 
     async def _write_until_broken(self, run_scope: trio.CancelScope) -> None:
         try:
@@ -163,7 +164,12 @@ class CallStream:
             self.end_reason = reason
         pending, self._pending = self._pending, {}
         for deliver in pending.values():
-            deliver(Unreachable(f"the call to {self.peer} was cut off: {reason}"))
+            deliver(self._cut_off(reason))
+
+    def _cut_off(self, reason: str) -> KvasirError:
+        if self._misbehaviour is not None:
+            return Misbehaved(self._misbehaviour.reason, f"{self.peer} broke the call stream: {reason}")
+        return Unreachable(f"the call to {self.peer} was cut off: {reason}")
 
     # --- our calls ---
 
@@ -373,18 +379,15 @@ async def _call_on(
     result = memoryview(b"")
 
     async def run() -> None:
-        nonlocal failure
-        try:
+        with suppress(Misbehaved):  # the call has failed with it
             await calls.run()
-        except Misbehaved as error:
-            failure = error
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         try:
             result = await calls.call(method, *parts, timeout_s=timeout_s)
         except KvasirError as error:
-            failure = failure or error
+            failure = error
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure

@@ -1,0 +1,1 @@
+from net_helpers import open_hosts as open_hosts

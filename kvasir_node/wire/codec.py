@@ -6,16 +6,18 @@ that is wrong. Whatever a peer may have written ends in Misbehaved, never in ano
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import cbor2
 
 from kvasir_node.base.errors import Misbehaved, RejectReason
+from kvasir_node.wire.plain_cbor import check_plain
 
 T = TypeVar("T")
-DEPTH_MAX = 8
+ITEMS_MAX = 65_536  # of any value, however short ...
+BYTES_PER_ITEM = 8  # ... and of a longer one as many as its bound in bytes allows at this density
+_CONTROL_CHARS = frozenset(map(chr, (*range(0x20), *range(0x7F, 0xA0))))
 
 
 def encode(value: Any) -> bytes:
@@ -24,40 +26,27 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int, what: str) -> Any:
-    """Reads one canonical value; raises Misbehaved when it is anything else."""
+    """Reads one plain value in its canonical spelling; raises Misbehaved (too_large, bad_message) for all else.
+
+    Time and memory are bounded by `max_bytes`: what the bytes say about lengths and counts is never believed.
+    """
     if len(data) > max_bytes:
         raise Misbehaved(RejectReason.TOO_LARGE, f"{what} of {len(data)} bytes; at most {max_bytes} are read")
     raw = bytes(data)
     try:
+        check_plain(raw, max(ITEMS_MAX, max_bytes // BYTES_PER_ITEM))
         value = cbor2.loads(raw)
-        _check_plain(value, DEPTH_MAX)
         spelled = encode(value)
-    except (cbor2.CBORError, ValueError, TypeError, OverflowError, RecursionError, MemoryError, EOFError) as error:
+    except (cbor2.CBORError, ValueError) as error:
         raise Misbehaved(RejectReason.BAD_MESSAGE, f"{what} is not CBOR that we read: {error}") from error
     if spelled != raw:
         raise Misbehaved(RejectReason.BAD_MESSAGE, f"{what} is not in canonical spelling")
     return value
 
 
-def _check_plain(value: Any, depth: int) -> None:
-    """Refuses tags, undefined, simple values, NaN, keys that are not text, and deep nesting."""
-    if value is None or type(value) in (bool, int, str, bytes):
-        return
-    if type(value) is float:
-        if math.isnan(value):
-            raise ValueError("NaN")
-    elif depth == 0:
-        raise ValueError(f"nested deeper than {DEPTH_MAX}")
-    elif type(value) is list:
-        for item in cast("list[Any]", value):
-            _check_plain(item, depth - 1)
-    elif type(value) is dict:
-        for key, item in cast("dict[Any, Any]", value).items():
-            if type(key) is not str:
-                raise ValueError("a key that is not text")
-            _check_plain(item, depth - 1)
-    else:
-        raise ValueError(f"a value of type {type(value).__name__}")
+def is_plain_text(value: Any, max_chars: int) -> bool:
+    """Whether it is text, short enough, and without control characters."""
+    return type(value) is str and len(value) <= max_chars and _CONTROL_CHARS.isdisjoint(value)
 
 
 class Fields:
@@ -94,9 +83,10 @@ class Fields:
         return float(value)
 
     def text(self, name: str, max_chars: int) -> str:
+        """Text for logs and screens too, so it holds no control characters: a peer's name moves no cursor."""
         value = self._take(name)
-        if type(value) is not str or len(value) > max_chars:
-            raise self._wrong(name, f"text of at most {max_chars} characters", value)
+        if not is_plain_text(value, max_chars):
+            raise self._wrong(name, f"text of at most {max_chars} characters, none a control character", value)
         return value
 
     def binary(self, name: str, max_bytes: int) -> bytes:

@@ -37,7 +37,8 @@ def public_key_of(peer: PeerId) -> bytes:
         raw = base58.b58decode(text) if len(text) <= _PEER_ID_CHARS_MAX else b""
     except ValueError:
         raw = b""
-    if len(raw) != 38 or not raw.startswith(_ED25519_PREFIX):
+    # Compared with its own spelling, because base58 forgives blanks: a peer must not have several names.
+    if len(raw) != 38 or not raw.startswith(_ED25519_PREFIX) or base58.b58encode(raw).decode("ascii") != text:
         raise Misbehaved(RejectReason.BAD_SIGNATURE, f"{text[:64]!r} is not a peer id with an ed25519 key")
     return raw[len(_ED25519_PREFIX) :]
 

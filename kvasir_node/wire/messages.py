@@ -13,10 +13,13 @@
 | pubsub topic | | signed DemandTable (hub) | |
 
 It does not know who may send what: that is for roles/ and decide/.
+What a sender lists beyond a bound (addresses, proven peers, rows of a table) is left out by `to_bytes`, the last first:
+a record that is cut still says something, one that is refused says nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
@@ -24,7 +27,7 @@ from typing import Any, cast
 from kvasir_node.base.errors import DataError, Misbehaved, RejectReason, UsageError
 from kvasir_node.base.ids import ModelId, PeerId, SliceId, parse_cid, parse_slice
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.wire.codec import Fields, decode, encode
+from kvasir_node.wire.codec import Fields, decode, encode, is_plain_text
 
 MARKET_PROTOCOL = "/kvasir/market/1.0.0"
 EXPERTS_PROTOCOL = "/kvasir/experts/1.0.0"
@@ -34,11 +37,13 @@ TABLE_BYTES_MAX = 60_000  # under gossipsub's 64 KiB
 ADDRESSES_MAX = 16
 SLICES_MAX = 4096
 PROVEN_MAX = 256  # peers listed for one slice
+TABLE_MODELS_MAX = 64  # of one demand table
 _ADDRESS_CHARS_MAX = 256
 _NAME_CHARS_MAX = 128
 _COUNT_MAX = 1 << 20
 _CLOCK_MAX = 1e11  # seconds since 1970
 _SEQUENCE_MAX = 1 << 62
+_TABLE_HEADS_BYTES = 4  # the heads of its two lists grow by at most two bytes each
 
 
 class MarketMethod(IntEnum):
@@ -83,13 +88,13 @@ class DemandRecord:
                 "at": float(self.issued_at),
                 "ttl": float(self.ttl_s),
                 "model": str(self.model),
-                "name": self.model_name,
+                "name": self.model_name[:_NAME_CHARS_MAX],
                 "bytes": self.slice_bytes,
-                "addrs": list(self.addresses),
+                "addrs": _addresses(self.addresses),
                 "slots": self.slots,
                 "busy": self.busy,
                 "queued": self.queued,
-                "wants": [[str(w.slice), w.want, [str(peer) for peer in w.proven]] for w in self.wants],
+                "wants": [[str(w.slice), w.want, [str(p) for p in w.proven[:PROVEN_MAX]]] for w in self.wants],
             }
         )
 
@@ -111,6 +116,7 @@ class DemandRecord:
             wants=fields.items("wants", SLICES_MAX, _want),
         )
         fields.end()
+        _no_repeats("slice", [wanted.slice for wanted in record.wants])
         return record
 
 
@@ -152,7 +158,7 @@ class Offer:
                 "model": str(self.model),
                 "slice": str(self.slice),
                 "peer": str(self.coordinator),
-                "addrs": list(self.addresses),
+                "addrs": _addresses(self.addresses),
                 "ttl": float(self.ttl_s),
             }
         )
@@ -305,19 +311,18 @@ class DemandTable:
     rows: tuple[TableRow, ...]
 
     def to_bytes(self) -> bytes:
-        models = sorted({row.model for row in self.rows})
-        order = {model: index for index, model in enumerate(models)}
-        return encode(
-            {
-                "epoch": self.epoch,
-                "seq": self.sequence,
-                "at": float(self.issued_at),
-                "ttl": float(self.ttl_s),
-                "addrs": list(self.addresses),
-                "models": [str(model) for model in models],
-                "rows": [[order[r.model], str(r.slice), r.want, r.proven, r.leased] for r in self.rows],
-            }
-        )
+        """At most TABLE_BYTES_MAX: rows that do not fit are left out, the last first."""
+        table = {
+            "epoch": self.epoch,
+            "seq": self.sequence,
+            "at": float(self.issued_at),
+            "ttl": float(self.ttl_s),
+            "addrs": _addresses(self.addresses),
+            "models": [],
+            "rows": [],
+        }
+        models, rows = _fitting_rows(self.rows, TABLE_BYTES_MAX - len(encode(table)) - _TABLE_HEADS_BYTES)
+        return encode(table | {"models": models, "rows": rows})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DemandTable:
@@ -327,7 +332,7 @@ class DemandTable:
         issued_at = fields.number("at", 0, _CLOCK_MAX)
         ttl_s = fields.number("ttl", 0, 86_400)
         addresses = fields.items("addrs", ADDRESSES_MAX, read_address)
-        models = fields.items("models", 64, _model)
+        models = fields.items("models", TABLE_MODELS_MAX, _model)
         rows = fields.items("rows", SLICES_MAX, lambda item: _row(item, models))
         fields.end()
         return cls(epoch, sequence, issued_at, ttl_s, addresses, rows)
@@ -343,8 +348,8 @@ class About:
     addresses: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        addresses = list(self.addresses[:ADDRESSES_MAX])
-        return encode({"name": self.name, "version": self.version, "roles": list(self.roles), "addrs": addresses})
+        name, addresses = self.name[:_NAME_CHARS_MAX], _addresses(self.addresses)
+        return encode({"name": name, "version": self.version, "roles": list(self.roles), "addrs": addresses})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> About:
@@ -367,9 +372,34 @@ def _bad(expected: str, value: Any) -> Misbehaved:
     return Misbehaved(RejectReason.BAD_MESSAGE, f"expected {expected}; got {repr(value)[:60]}")
 
 
+def _addresses(addresses: tuple[str, ...]) -> list[str]:
+    return list(addresses[:ADDRESSES_MAX])
+
+
+def _fitting_rows(rows: tuple[TableRow, ...], bytes_max: int) -> tuple[list[str], list[list[Any]]]:
+    """The models and rows, as they are spelled, of as many rows as fit, first come first."""
+    order: dict[ModelId, int] = {}
+    spelled: list[list[Any]] = []
+    used = 0
+    for row in rows[:SLICES_MAX]:
+        index = order.get(row.model, len(order))
+        item = [index, str(row.slice), row.want, row.proven, row.leased]
+        used += len(encode(item)) + (len(encode(str(row.model))) if index == len(order) else 0)
+        if used > bytes_max or index == TABLE_MODELS_MAX:
+            break
+        order[row.model] = index
+        spelled.append(item)
+    return [str(model) for model in order], spelled
+
+
+def _no_repeats(what: str, values: Sequence[object]) -> None:
+    if len(set(values)) != len(values):
+        raise Misbehaved(RejectReason.BAD_MESSAGE, f"a {what} is listed twice among {len(values)}")
+
+
 def _text(value: Any, max_chars: int) -> str:
-    if type(value) is not str or len(value) > max_chars:
-        raise _bad(f"text of at most {max_chars} characters", value)
+    if not is_plain_text(value, max_chars):
+        raise _bad(f"text of at most {max_chars} characters, none a control character", value)
     return value
 
 
@@ -417,6 +447,7 @@ def _want(value: Any) -> Wanted:
     if type(peers) is not list or len(cast("list[Any]", peers)) > PROVEN_MAX:
         raise _bad(f"a list of at most {PROVEN_MAX} peers", peers)
     proven = tuple(PeerId(_text(peer, 64)) for peer in cast("list[Any]", peers))
+    _no_repeats("proven peer", proven)
     return Wanted(_slice(part), _count(want), proven)
 
 

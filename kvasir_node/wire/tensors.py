@@ -76,8 +76,9 @@ def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
     row_values = _view(body, dtype, offset + 12 * pairs, rows * dim).view(rows, dim)
     if int(pair_row.min()) < 0 or int(pair_row.max()) >= rows or int(pair_expert.min()) < 0:
         raise _bad(f"a pair points outside the {rows} rows")
-    if not bool(torch.isfinite(pair_weight).all()):
-        raise _bad("a weight is not a finite number")
+    # What is not finite comes back as such, and the worker would be blamed for it: so it is refused here.
+    if not bool(torch.isfinite(pair_weight).all()) or not bool(torch.isfinite(row_values).all()):
+        raise _bad("a weight or a row is not finite")
     return ExpertRequest(layer, row_values, pair_row, pair_expert, pair_weight)
 
 

@@ -50,6 +50,7 @@ class _Member:
     peer: PeerId
     calls: CallStream
     slices: set[SliceId] = field(default_factory=set[SliceId])
+    on_trial: bool = False  # one trial at a time, so that a silent worker costs one deadline and not one per slice
 
 
 @dataclass(slots=True)
@@ -187,7 +188,6 @@ class Crew:
         parts = self._parts_of(call)
         if call.abandoned:
             error = CallTimeout(f"no answer within {call.deadline_s * 1000:.0f} ms")
-            parts = tuple(self._slices_of(call.peer))  # silence is the peer's, not one slice's
         if error is not None:
             self._judge(call.peer, parts, error, wrong=wrong)
             return
@@ -203,6 +203,8 @@ class Crew:
         counts = self._count(peer)
         counts.failures += 1
         counts.reason = str(error)[:200]
+        if isinstance(error, (CallTimeout, Unreachable)):
+            parts = sorted(self._slices_of(peer))  # silence is the peer's, not one slice's
         for part in parts:
             self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
             self._tell_standing(peer, part)
@@ -238,7 +240,7 @@ class Crew:
         self._trials_allowed = allowed
         trials: dict[int, _Trial] = {}
         now = trio.current_time()
-        for member in self._members.values() if allowed else ():
+        for member in [m for m in self._members.values() if allowed and not m.on_trial]:
             for part in sorted(member.slices):
                 address = self._address_of(member.peer)
                 if part.layer not in trials and self.ledger.may_try(member.peer, part, address, now):
@@ -249,9 +251,10 @@ class Crew:
     def _begin_trial(self, trial: _Trial, request: ExpertRequest | None) -> None:
         member, part = trial.member, trial.slice
         address, now = self._address_of(member.peer), trio.current_time()
-        attached = self._members.get(member.peer) is member and part in member.slices
-        if request is not None and attached and self.ledger.may_try(member.peer, part, address, now):
+        ready = self._members.get(member.peer) is member and part in member.slices and not member.on_trial
+        if request is not None and ready and self.ledger.may_try(member.peer, part, address, now):
             self.ledger.begin_trial(member.peer, part, address, now)
+            member.on_trial = True
             self._tell_standing(member.peer, part)
             assert self._nursery is not None
             self._nursery.start_soon(self._run_trial, member, part, request)
@@ -274,9 +277,11 @@ class Crew:
             if not agrees(sums.to(torch.float32), own, request.rows.dtype):
                 raise wrong_result()
         except KvasirError as error:
+            member.on_trial = False
             self.ledger.give_up_trial(peer, part)
             self._judge(peer, (part,), error, wrong=wrong)
             return
+        member.on_trial = False
         with self._times_lock:
             self._times.observe(member.peer, request.pair_row.shape[0], took_s)
         self.ledger.right(member.peer, part, trio.current_time())

@@ -41,9 +41,10 @@ from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, re
 from kvasir_node.roles.coordinator import Coordinator
 from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
+from kvasir_node.roles.faults import NO_FAULTS, Faults
 from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader
 from kvasir_node.roles.library import open_library
-from kvasir_node.roles.link import Compute, compute_here
+from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.worker import Worker
@@ -338,10 +339,10 @@ def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> Load
 
 
 @asynccontextmanager
-async def open_node(settings: Settings, *, compute: Compute = compute_here) -> AsyncIterator[Node]:
+async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncIterator[Node]:
     """A node with the roles of the settings, ready to serve, until the block ends.
 
-    `compute` is replaced only by the shipped faults. Raises UsageError, DataError and CapacityError for what the
+    Raises UsageError, DataError and CapacityError for what the
     settings ask for and cannot be had.
     """
     data_dir = data_dir_of(settings)
@@ -362,8 +363,8 @@ async def open_node(settings: Settings, *, compute: Compute = compute_here) -> A
         if model is not None:
             node.add_coordinator(model)
         if "worker" in roles:
-            node.add_worker(store, compute)
-        node.serve_blocks(store)
+            node.add_worker(store, faults.compute)
+        node.serve_blocks(faults.served(store))
         async with trio.open_nursery() as nursery:
             await node.start(nursery)
             yield node

@@ -19,6 +19,7 @@ from kvasir_node.wire.messages import About
 
 logger = logging.getLogger(__name__)
 
+NAMES_MAX = 4096
 JOIN_PAUSE_S = 1.0  # after a failed attempt; doubles ...
 JOIN_PAUSE_MAX_S = 30.0  # ... up to this
 JOIN_CHECK_S = 1.0  # a connection that was lost is noticed within this
@@ -34,6 +35,7 @@ class Peers:
         self._own = (own,) if is_hub else ()
         self._hubs_changed = hubs_changed
         self._about: dict[PeerId, About] = {}
+        self._names: dict[PeerId, str] = {}  # also of those that left: a report on a lost worker should name it
         self._events = membership.watch()
 
     async def run(self) -> None:
@@ -48,10 +50,17 @@ class Peers:
         for peer in self._membership.members():
             try:
                 self._about[peer] = About.from_bytes(self._membership.about(peer))
+                self._remember(peer, self._about[peer].name)
             except (Unreachable, Misbehaved) as error:
                 logger.warning("member %s says nothing readable about itself: %s", peer, error)
         if self.hubs() != before or not before:
             self._hubs_changed(self.hubs())
+
+    def _remember(self, peer: PeerId, name: str) -> None:
+        self._names.pop(peer, None)
+        self._names[peer] = name  # newest last
+        if len(self._names) > NAMES_MAX:
+            del self._names[next(iter(self._names))]
 
     def hubs(self) -> tuple[PeerId, ...]:
         return (*self._own, *(peer for peer, about in self._about.items() if "hub" in about.roles))
@@ -60,8 +69,7 @@ class Peers:
         return dict(self._about)
 
     def name_of(self, peer: PeerId) -> str:
-        about = self._about.get(peer)
-        return about.name if about is not None else f"…{peer[-8:]}"
+        return self._names.get(peer) or f"…{peer[-8:]}"
 
 
 @dataclass(frozen=True, slots=True)

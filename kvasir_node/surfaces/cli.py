@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -22,6 +23,7 @@ from kvasir_node.base.settings import Settings, data_dir_of, default_config_path
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.client import NodeClient
+    from kvasir_node.surfaces.ports import NodePort
 
 UNHEALTHY = 4
 INTERRUPTED = 130
@@ -152,16 +154,21 @@ def _run_node(settings: Settings, *, headless: bool, no_color: bool) -> int:
     from kvasir_node.surfaces import log, screen
     from kvasir_node.surfaces.app import run_up
 
-    signal.signal(signal.SIGTERM, _leave)  # until run_up takes it: importing torch alone takes seconds
+    signal.signal(signal.SIGTERM, _leave)  # until run_up listens for it
     shown = not headless and screen.can_show_screen(no_color)
     lines = log.pane()
     log.set_up_logging(settings.log, lines=lines if shown else None)
-    from kvasir_node.roles.node import open_node
-
-    view = partial(screen.terminal_screen, no_color=no_color) if shown else None
     if shown:
         _say("starting; the screen opens when the node is ready")
-    return trio.run(partial(run_up, open_node, settings, screen=view, log_lines=lines))
+    view = partial(screen.terminal_screen, no_color=no_color) if shown else None
+    return trio.run(partial(run_up, _open_node, settings, screen=view, log_lines=lines))
+
+
+def _open_node(settings: Settings) -> AbstractAsyncContextManager[NodePort]:
+    """Imports torch and the rest only after a wrong flag or a port in use would have been told."""
+    from kvasir_node.roles.node import open_node
+
+    return open_node(settings)
 
 
 def _leave(number: int, frame: object) -> NoReturn:

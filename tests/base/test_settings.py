@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import UsageError
@@ -238,6 +239,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
+@examples(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(max_size=12))
 def test_a_size_is_a_number_or_an_error(text):
     try:
@@ -250,6 +252,7 @@ def test_a_size_is_a_number_or_an_error(text):
 anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text() | st.integers())
 
 
+@examples(max_examples=100, deadline=None, derandomize=True)
 @given(st.sampled_from([key for key in setting_keys() if key != "api.key"]), anything)
 def test_any_value_is_taken_as_its_kind_or_refused_by_name(key, value):
     kind = type(value_of(Settings(), key))

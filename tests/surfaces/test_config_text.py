@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from kvasir_node.base.settings import SECTIONS, Settings, load_settings, setting_keys
@@ -33,6 +34,7 @@ def values(settings: Settings) -> list[object]:
     return [getattr(settings, section) for section in SECTIONS]
 
 
+@examples(max_examples=100, deadline=None, derandomize=True)
 @given(accepted)
 def test_what_is_written_loads_to_the_same(tmp_path_factory, given_values):
     key = given_values.pop("api.key", None)

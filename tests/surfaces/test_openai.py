@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import UsageError
@@ -191,6 +191,7 @@ names = st.sampled_from(
 )
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.dictionaries(names, json_values, max_size=4), st.sampled_from([parse_chat, parse_completion]))
 def test_any_body_is_taken_or_refused_by_name(body, parse):
     refusal, contents = None, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CapacityError
@@ -44,6 +44,7 @@ async def test_take_waits_and_gives_up(autojump_clock):
     assert trio.current_time() == 7
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text())
 def test_one_document_is_one_event(text):
     data = sse_data({"text": text.encode("utf-8", "replace").decode()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -92,6 +92,7 @@ def test_ascii_terminals_get_ascii():
     assert "M?ller" in text
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 200), st.integers(1, 60), st.booleans(), st.text(max_size=8))
 def test_any_size_is_kept(width, height, busy, name):
     snapshot = replace(busy_snapshot() if busy else fake_snapshot(), name=name)

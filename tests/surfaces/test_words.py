@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
@@ -32,6 +32,7 @@ def test_texts(made, expected):
     assert made == expected
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.characters(), max_size=50))
 def test_clean_text_is_one_encodable_line(text):
     shown = clean(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvasir_node.base.ids import PeerId, SliceId
 
@@ -118,11 +119,15 @@ class CallTimes:
     retransmission timer (RFC 6298), times `factor`, within floor and ceiling.
     """
 
+    PEERS_MAX: ClassVar[int] = 4096  # an answer may come after its peer was forgotten: the eldest makes room
+
     limits: DeadlineLimits
     _estimates: dict[PeerId, dict[int, _Estimate]] = field(default_factory=dict[PeerId, dict[int, _Estimate]])
 
     def observe(self, peer: PeerId, pairs: int, took_s: float) -> None:
         classes = self._estimates.setdefault(peer, {})
+        if len(self._estimates) > self.PEERS_MAX:
+            del self._estimates[next(iter(self._estimates))]
         size = pairs.bit_length()
         estimate = classes.get(size)
         if estimate is None:

@@ -242,13 +242,10 @@ class Fetch:
         """When a Tick may bring a command although nothing else happens; None = it never will."""
         if self._over:
             return None
-        times = [provider.resume_at for provider in self._providers.values() if provider.resume_at > now]
-        late_s = self._late_s()
-        for cid in self._owed:
-            asked_at = self._blocks[cid].asked_at
-            if len(asked_at) < COPIES_MAX and (late_at := min(asked_at.values()) + late_s) > now:
-                times.append(late_at)
-        return min(times, default=None)
+        times = [provider.resume_at for provider in self._providers.values()]
+        owed = (self._blocks[cid] for cid in self._owed)
+        times += [self._late_at(block) for block in owed if len(block.asked_at) < COPIES_MAX]
+        return min((at for at in times if at > now), default=None)
 
     # Events.
 
@@ -395,13 +392,12 @@ class Fetch:
         return tuple(islice(fresh, room)) or tuple(islice(self._late(name, now), room))
 
     def _late(self, name: PeerId, now: float) -> Iterator[Cid]:
-        late_s = self._late_s()
         for cid in self._owed:
             block = self._blocks[cid]
             if (
                 name not in block.asked_at
                 and len(block.asked_at) < COPIES_MAX
-                and now - min(block.asked_at.values()) >= late_s
+                and self._late_at(block) <= now
                 and self._may_ask(name, block)
             ):
                 yield cid
@@ -413,6 +409,7 @@ class Fetch:
             other in block.bad_from or other in block.missing_at for other in self._providers
         )
 
-    def _late_s(self) -> float:
+    def _late_at(self, block: _Block) -> float:
+        # The one place for this sum: a caller that compared differences instead could sleep past the moment.
         typical_s = median_low(self._took_s) if self._took_s else self._limits.typical_first_s
-        return max(self._limits.late_floor_s, self._limits.late_factor * typical_s)
+        return min(block.asked_at.values()) + max(self._limits.late_floor_s, self._limits.late_factor * typical_s)

@@ -36,9 +36,10 @@ class LedgerLimits:
     cool_off_max_s: float  # ... up to this
     ban_after: int  # wrong answers without a right one between them
     proof_ttl_s: float
-    trials_per_address_max: int  # within trial_window_s
+    trials_per_address_max: int  # under way or failed within trial_window_s
     trial_window_s: float
-    pairs_max: int = 65_536  # (peer, slice) remembered; the oldest that is not attached is forgotten first
+    pairs_max: int = 65_536  # (peer, slice) remembered; who left longest ago is forgotten first
+    addresses_max: int = 65_536  # addresses with trials that count; one more gets none
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class _Record:
     cooled_at: float = 0.0  # no trial before
     right_at: float = 0.0  # last right answer
     reason: str = ""
+    trial: tuple[str, float] | None = None  # address and beginning of the latest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,26 @@ class PairView:
 class Ledger:
     limits: LedgerLimits
     _records: dict[tuple[PeerId, SliceId], _Record] = field(default_factory=dict[tuple[PeerId, SliceId], _Record])
+    _gone: dict[tuple[PeerId, SliceId], None] = field(default_factory=dict[tuple[PeerId, SliceId], None])
     _trials: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])
 
     def attach(self, peer: PeerId, part: SliceId) -> None:
         """The peer says that it can serve the slice: noted, worth nothing until proven."""
-        record = self._records.pop((peer, part), _Record())
+        pair = (peer, part)
+        record = self._records.get(pair)
+        if record is None:
+            if len(self._records) >= self.limits.pairs_max and not self._forget_one():
+                return  # a newcomer never pushes out who is here; unknown pairs get no trial
+            record = self._records[pair] = _Record()
         record.attached = True
-        self._records[(peer, part)] = record  # newest last
-        self._forget_oldest()
+        self._gone.pop(pair, None)
 
     def detach(self, peer: PeerId, part: SliceId) -> None:
         """The peer left, or its connection is gone. A trial under way counts as not held, not as failed."""
         record = self._records.get((peer, part))
-        if record is not None:
+        if record is not None and record.attached:
             record.attached = False
+            self._gone[(peer, part)] = None
             self.give_up_trial(peer, part)
 
     def give_up_trial(self, peer: PeerId, part: SliceId) -> None:
@@ -97,29 +105,36 @@ class Ledger:
             return False
         if record.standing not in (Standing.NEW, Standing.SUSPECT):
             return False
-        recent = self._trials.get(address)
-        if recent is None:
-            return True
-        while recent and recent[0] <= now - self.limits.trial_window_s:
-            recent.popleft()
-        return len(recent) < self.limits.trials_per_address_max
+        counted = self._trials.get(address)
+        if counted is None:
+            return len(self._trials) < self.limits.addresses_max
+        edge = now - self.limits.trial_window_s
+        return sum(1 for began_at in counted if began_at > edge) < self.limits.trials_per_address_max
 
     def begin_trial(self, peer: PeerId, part: SliceId, address: str, now: float) -> None:
+        self._trim_addresses(now)
         if not self.may_try(peer, part, address, now):
             raise ValueError(f"no trial is allowed for {part} of {peer} now")
         record = self._records[(peer, part)]
         record.standing = Standing.TRIAL
-        # Until the trial ends no other begins; if its end is never told, the cool-off still frees the pair.
-        record.cooled_at = now + self.limits.cool_off_s
+        record.cooled_at = now + self.limits.cool_off_s  # a trial that is given up is not repeated at once
+        record.trial = (address, now)
         self._trials.setdefault(address, deque()).append(now)
-        self._trim_addresses(now)
 
-    def right(self, peer: PeerId, part: SliceId, now: float) -> bool:
-        """A right answer, of a trial or of served work; True when the pair became PROVEN by it."""
+    def right(self, peer: PeerId, part: SliceId, now: float, *, served: bool = False) -> bool:
+        """A right answer; True when the pair became PROVEN by it.
+
+        `served` = to a call of served work. It keeps a proof alive and never makes one: it may be the late answer to a
+        call of before a failure, come while the trial after it is under way.
+        """
         record = self._records.get((peer, part))
-        if record is None or record.standing in (Standing.NEW, Standing.SUSPECT, Standing.BANNED):
-            return False  # a late answer of before the failure proves nothing
+        if record is None or record.standing not in (Standing.TRIAL, Standing.PROVEN):
+            return False
+        if served and record.standing is Standing.TRIAL:
+            return False
         became = record.standing is Standing.TRIAL
+        if became:
+            self._refund_trial(record)
         record.standing = Standing.PROVEN
         record.failures = record.wrong = 0
         record.right_at = now
@@ -140,6 +155,7 @@ class Ledger:
 
     def tick(self, now: float) -> bool:
         """Lets proofs decay; True when one did."""
+        self._trim_addresses(now)
         decayed = False
         for record in self._records.values():
             if record.standing is Standing.PROVEN and now - record.right_at > self.limits.proof_ttl_s:
@@ -168,12 +184,30 @@ class Ledger:
             for (peer, part), r in self._records.items()
         )
 
-    def _forget_oldest(self) -> None:
-        while len(self._records) > self.limits.pairs_max:
-            gone = next((pair for pair, r in self._records.items() if not r.attached), next(iter(self._records)))
-            del self._records[gone]
+    def _refund_trial(self, record: _Record) -> None:
+        """The cap per address is there to bound what liars cost: a trial that ended well does not count."""
+        if record.trial is not None:
+            address, began_at = record.trial
+            record.trial = None
+            recent = self._trials.get(address, deque())
+            if began_at in recent:
+                recent.remove(began_at)
+            if not recent:
+                self._trials.pop(address, None)
+
+    def _forget_one(self) -> bool:
+        """Makes room: forgets who left longest ago; False when nobody has left."""
+        pair = next(iter(self._gone), None)
+        if pair is None:
+            return False
+        del self._gone[pair], self._records[pair]
+        return True
 
     def _trim_addresses(self, now: float) -> None:
-        """Keeps only addresses with a trial inside the window, so that the table cannot grow without end."""
+        """Forgets what the window has passed, so that the table cannot grow without end."""
         edge = now - self.limits.trial_window_s
-        self._trials = {address: times for address, times in self._trials.items() if times[-1] > edge}
+        for address, counted in list(self._trials.items()):
+            while counted and counted[0] <= edge:
+                counted.popleft()
+            if not counted:
+                del self._trials[address]

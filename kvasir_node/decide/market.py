@@ -99,11 +99,14 @@ class Market:
     coordinator has had time to report, leases that others granted are taken over unseen.
     """
 
+    REMEMBERED_PER_ISSUER = 4  # issuers_max × this are remembered after their demand has expired, against replays
+
     def __init__(self, limits: MarketLimits, name: str, started_at: float) -> None:
         self._limits = limits
         self._name = name
         self._young_until = started_at + limits.lease_ttl_s
         self._issuers: dict[PeerId, _Issuer] = {}
+        self._heard: dict[PeerId, tuple[int, int]] = {}  # newest (epoch, sequence); heard longest ago first
         self._leases: dict[str, _Lease] = {}
         self._of_key: dict[Key, dict[str, _Lease]] = {}
         self._surplus_since: dict[Key, float] = {}
@@ -128,12 +131,12 @@ class Market:
         """Takes a coordinator's demand; the reason when it changes nothing."""
         if abs(demand.issued_at - wall) > self._limits.clock_skew_max_s:
             return RejectReason.STALE
-        known = self._issuers.get(demand.issuer)
-        if known is not None:
-            if (demand.epoch, demand.sequence) <= (known.demand.epoch, known.demand.sequence):
-                return RejectReason.STALE
-        elif len(self._issuers) >= self._limits.issuers_max:
+        heard = self._heard.get(demand.issuer)
+        if heard is not None and (demand.epoch, demand.sequence) <= heard:
+            return RejectReason.STALE
+        if demand.issuer not in self._issuers and len(self._issuers) >= self._limits.issuers_max:
             return RejectReason.TOO_MANY
+        self._note_heard(demand)
         wants = {wanted.slice: wanted for wanted in demand.wants}
         self._issuers[demand.issuer] = _Issuer(demand, now + demand.ttl_s, wants)
         self._observe(now)
@@ -156,10 +159,9 @@ class Market:
         for key in self._open_keys():
             issuer, model, part = key
             demand = self._issuers[issuer].demand
-            strike = self._strikes.get((worker, model))
             if issuer == worker or demand.slice_bytes > memory_bytes or (model, part) in taken:
                 continue
-            if self._holds(key, worker) or (strike is not None and now < strike.until):
+            if self._holds(key, worker) or self._must_wait(worker, model, now):
                 continue
             want = self._issuers[issuer].wants[part].want
             rank = (self._open(key) / want, (model, part) in on_disk, float(self._open(key)))
@@ -197,10 +199,10 @@ class Market:
             del self._issuers[issuer]
         self._observe(now)
         for lease in list(self._leases.values()):
-            if lease.expires_at <= now:
-                self._end(lease)
-            elif lease.proven_at is None and self._is_stuck(lease, now):
+            came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
+            if came_to_nothing and self._is_needed(lease.key):  # else it is the coordinator that has gone, or is served
                 self._strike(lease, now)
+            if came_to_nothing or lease.expires_at <= now:
                 self._end(lease)
 
     def table(self) -> tuple[TableEntry, ...]:
@@ -226,6 +228,12 @@ class Market:
         self._pollers[worker] = now
         if len(self._pollers) > self._limits.pollers_max:
             del self._pollers[next(iter(self._pollers))]
+
+    def _note_heard(self, demand: Demand) -> None:
+        self._heard.pop(demand.issuer, None)
+        self._heard[demand.issuer] = (demand.epoch, demand.sequence)
+        if len(self._heard) > self.REMEMBERED_PER_ISSUER * self._limits.issuers_max:
+            del self._heard[next(iter(self._heard))]
 
     def _wanted(self, key: Key) -> Wanted | None:
         entry = self._issuers.get(key[0])
@@ -253,6 +261,8 @@ class Market:
 
     def _grant(self, worker: PeerId, key: Key, now: float) -> LeaseOffer:
         self._granted += 1
+        while f"{self._name}.{self._granted}" in self._leases:  # a worker may renew an id that was never granted
+            self._granted += 1
         lease = self._insert(f"{self._name}.{self._granted}", worker, key, now)
         demand = self._issuers[key[0]].demand
         return LeaseOffer(lease.id, key[1], key[2], key[0], demand.addresses, self._limits.lease_ttl_s)
@@ -265,7 +275,9 @@ class Market:
 
     def _adopt(self, worker: PeerId, lease_id: str, key: Key, now: float) -> _Lease | None:
         """Takes over a lease that another hub, or this one before a restart, had granted."""
-        if len(self._leases) >= self._limits.leases_max or self._holds(key, worker):
+        if len(self._leases) >= self._limits.leases_max or self._holds(key, worker) or key[0] == worker:
+            return None
+        if self._must_wait(worker, key[1], now):
             return None
         wanted = self._wanted(key)
         known = wanted is not None and (worker in wanted.proven or self._open(key) > 0)
@@ -280,8 +292,18 @@ class Market:
             self._surplus_since.pop(lease.key, None)
 
     def _is_stuck(self, lease: _Lease, now: float) -> bool:
+        """Whether an unproven lease gets nowhere: no step by its end, none for long, or no proof for very long."""
         patience = self._limits.progress_timeout_s
-        return now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
+        nothing_yet = lease.expires_at <= now and lease.progress == 0
+        return nothing_yet or now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
+
+    def _is_needed(self, key: Key) -> bool:
+        wanted = self._wanted(key)
+        return wanted is not None and wanted.want > 0
+
+    def _must_wait(self, worker: PeerId, model: ModelId, now: float) -> bool:
+        strike = self._strikes.get((worker, model))
+        return strike is not None and now < strike.until
 
     def _strike(self, lease: _Lease, now: float) -> None:
         """A lease that came to nothing: this worker waits, longer each time, before the next on the same model."""
@@ -313,6 +335,8 @@ class Market:
 
         Usefulness: proven before unproven, then the longer proven. One goes at a time, each at its own renewal.
         """
+        if self._wanted(lease.key) is None and now < self._young_until:
+            return False  # its coordinator may not have reported to us yet
         since = self._surplus_since.get(lease.key)
         if since is None or now - since < self._limits.surplus_grace_s:
             return False

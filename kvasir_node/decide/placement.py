@@ -11,197 +11,76 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
+from kvasir_node.decide.placement_events import (
+    Assignment,
+    Attach,
+    Command,
+    CoordinatorLost,
+    DemandSeen,
+    Drain,
+    Drained,
+    Event,
+    Fetch,
+    HubsKnown,
+    LoadSlice,
+    NothingOffered,
+    OfferReceived,
+    Paused,
+    PollFailed,
+    PollHub,
+    Release,
+    Renewed,
+    RenewFailed,
+    RenewLease,
+    Resumed,
+    Stage,
+    StandingTold,
+    StepDone,
+    StepFailed,
+    Tick,
+)
+
+__all__ = [
+    "Assignment",
+    "Attach",
+    "Chance",
+    "Command",
+    "CoordinatorLost",
+    "DemandSeen",
+    "Drain",
+    "Drained",
+    "Event",
+    "Fetch",
+    "HubsKnown",
+    "LoadSlice",
+    "NothingOffered",
+    "OfferReceived",
+    "Paused",
+    "Placement",
+    "PlacementLimits",
+    "PollFailed",
+    "PollHub",
+    "Release",
+    "RenewFailed",
+    "RenewLease",
+    "Renewed",
+    "Resumed",
+    "Stage",
+    "StandingTold",
+    "StepDone",
+    "StepFailed",
+    "Tick",
+    "offered",
+]
 
 
 class Chance(Protocol):
     """A seeded source of chance, such as random.Random."""
 
     def uniform(self, a: float, b: float, /) -> float: ...
-
-
-class Stage(StrEnum):
-    FETCHING = "fetching"
-    LOADING = "loading"
-    TRIAL = "trial"
-    SERVING = "serving"
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A lease as the worker holds it."""
-
-    lease: str
-    model: ModelId
-    slice: SliceId
-    coordinator: PeerId
-    addresses: tuple[str, ...]
-    hub: PeerId
-
-
-# Events ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HubsKnown:
-    """The hubs that are connected now."""
-
-    hubs: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DemandSeen:
-    """Copies that gossiped tables say are open, over all slices."""
-
-    open_copies: int
-
-
-@dataclass(frozen=True, slots=True)
-class OfferReceived:
-    assignment: Assignment
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class NothingOffered:
-    retry_after_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PollFailed:
-    hub: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """The fetch, load or attach that was commanded is done."""
-
-    lease: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepFailed:
-    """... or has failed; `retry` = the same step may succeed later (a lost peer), else the lease is given back."""
-
-    lease: str
-    retry: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StandingTold:
-    """The coordinator counts this slice of ours as proven, or no longer."""
-
-    lease: str
-    proven: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorLost:
-    lease: str
-
-
-@dataclass(frozen=True, slots=True)
-class Renewed:
-    """`ttl_s` 0 = the lease has ended."""
-
-    lease: str
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RenewFailed:
-    """The hub did not answer; the lease goes on until it expires, through another hub if there is one."""
-
-    lease: str
-    hub: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    lease: str
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """Take nothing new and drain what is there (a user's wish, or our own coordinator is busy)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-Event = (
-    HubsKnown
-    | DemandSeen
-    | OfferReceived
-    | NothingOffered
-    | PollFailed
-    | StepDone
-    | StepFailed
-    | StandingTold
-    | CoordinatorLost
-    | Renewed
-    | RenewFailed
-    | Drained
-    | Paused
-    | Resumed
-    | Tick
-)
-
-# Commands -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PollHub:
-    hub: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSlice:
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class RenewLease:
-    hub: PeerId
-    assignment: Assignment
-    serving: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Tell the coordinator, finish what is in flight, unload; answer with Drained."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    hub: PeerId
-    assignment: Assignment
-
-
-Command = PollHub | Fetch | LoadSlice | Attach | RenewLease | Drain | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +93,19 @@ class PlacementLimits:
     attach_patience_s: float = 60.0  # without a coordinator this long, the lease is given back
     idle_poll_factor: float = 5.0  # polls are this much rarer while tables say that nothing is wanted
     table_ttl_s: float = 30.0  # after this long without a table nothing is known
+    retry_max_s: float = 600.0  # a hub that asks for more patience than this gets this much
+    failure_pause_max_s: float = 300.0  # polls pause after a failed fetch or load: an interval, doubling, up to this
 
 
 @dataclass(slots=True)
 class _Held:
     assignment: Assignment
     stage: Stage
+    hub: PeerId  # that renews the lease: who granted it, until it fails to answer
     expires_at: float
     renew_at: float
+    attaching: bool = False  # an attempt is under way
+    lost_meanwhile: bool = False  # ... and the coordinator was lost since it began
     attach_at: float | None = None  # when to try to attach again
     attach_pause_s: float = 0.0
     lost_at: float | None = None
@@ -235,7 +119,10 @@ class Placement:
         self._chance = chance
         self._held: dict[str, _Held] = {}
         self._hubs: tuple[PeerId, ...] = ()
-        self._poll_at: float | None = None  # None = a poll is under way, or there is no hub
+        self._polling = False  # a poll is under way
+        self._poll_at = 0.0
+        self._failures = 0  # fetches and loads, since a slice of ours was proven
+        self._no_poll_before = 0.0  # because of them
         self._open_copies: int | None = None
         self._table_at = float("-inf")
         self._paused = False
@@ -249,24 +136,24 @@ class Placement:
 
     def next_at(self) -> float | None:
         """When `Tick` must come at the latest; None = only an event can change anything."""
-        moments = [held.renew_at for held in self._held.values() if held.stage is not Stage.DRAINING]
-        moments += [held.expires_at for held in self._held.values() if held.stage is not Stage.DRAINING]
-        moments += [held.attach_at for held in self._held.values() if held.attach_at is not None]
-        if self._poll_at is not None and self._wants_more():
-            moments.append(self._poll_at)
+        active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
+        moments = [min(held.renew_at, held.expires_at) for held in active]
+        moments += [held.attach_at for held in active if held.attach_at is not None]
+        if self._may_poll():
+            moments.append(max(self._poll_at, self._no_poll_before))
         return min(moments, default=None)
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Takes one event; returns what must be done about it, in order."""
         match event:
             case HubsKnown(hubs):
-                return self._on_hubs(hubs, now)
+                self._on_hubs(hubs, now)
             case DemandSeen(open_copies):
                 self._on_demand(open_copies, now)
             case OfferReceived(assignment, ttl_s):
                 return self._on_offer(assignment, ttl_s, now)
             case NothingOffered(retry_after_s):
-                self._poll_at = now + retry_after_s * self._chance.uniform(0.75, 1.25) * self._rarity(now)
+                self._on_nothing_offered(retry_after_s, now)
             case PollFailed(hub):
                 self._on_poll_failed(hub, now)
             case Paused():
@@ -274,7 +161,7 @@ class Placement:
                 return [c for lease in list(self._held) for c in self._start_drain(lease, release=True)]
             case Resumed():
                 self._paused = False
-                self._poll_at = now if self._hubs else None
+                self._poll_at = now
             case Tick():
                 return self._on_tick(now)
             case _:
@@ -282,99 +169,154 @@ class Placement:
                 return [] if held is None else self._on_lease_event(held, event, now)
         return []
 
-    def _wants_more(self) -> bool:
-        return not self._paused and bool(self._hubs) and len(self._held) < self._limits.slices_max
+    # Polls ----------------------------------------------------------------------------------------------------
+
+    def _may_poll(self) -> bool:
+        wants_more = not self._paused and len(self._held) < self._limits.slices_max
+        return wants_more and bool(self._hubs) and not self._polling
 
     def _rarity(self, now: float) -> float:
         """How much rarer than usual to poll: much, when a fresh table says that nothing is wanted."""
         known = now - self._table_at < self._limits.table_ttl_s
         return self._limits.idle_poll_factor if known and self._open_copies == 0 else 1.0
 
-    def _on_hubs(self, hubs: tuple[PeerId, ...], now: float) -> list[Command]:
-        had = bool(self._hubs)
+    def _soon(self, now: float) -> float:
+        """Within a part of the interval, but not all idle nodes at once."""
+        return now + self._chance.uniform(0, 0.25) * self._limits.poll_interval_s
+
+    def _on_hubs(self, hubs: tuple[PeerId, ...], now: float) -> None:
+        if hubs and not self._hubs:
+            self._poll_at = self._soon(now)
         self._hubs = hubs
-        if hubs and not had:
-            self._poll_at = now + self._chance.uniform(0, 0.25) * self._limits.poll_interval_s
-        elif not hubs:
-            self._poll_at = None
-        return []
 
     def _on_demand(self, open_copies: int, now: float) -> None:
-        """Demand appeared: poll soon, but not all idle nodes at once."""
+        """Demand appeared: poll soon."""
         rose = open_copies > 0 and not self._open_copies
         self._open_copies, self._table_at = open_copies, now
-        if rose and self._poll_at is not None:
-            soon = now + self._chance.uniform(0, 0.25) * self._limits.poll_interval_s
-            self._poll_at = min(self._poll_at, soon)
+        if rose:
+            self._poll_at = min(self._poll_at, self._soon(now))
+
+    def _on_nothing_offered(self, retry_after_s: float, now: float) -> None:
+        """The hub says when to ask again; within reason, so that it can neither drive us nor silence us."""
+        self._polling = False
+        retry_s = min(max(retry_after_s, self._limits.poll_interval_s / 10), self._limits.retry_max_s)
+        self._poll_at = now + retry_s * self._chance.uniform(0.75, 1.25) * self._rarity(now)
 
     def _on_offer(self, assignment: Assignment, ttl_s: float, now: float) -> list[Command]:
         # The next slice may be open too: ask again soon, while this one is being fetched.
+        self._polling = False
         self._poll_at = now + self._chance.uniform(0.05, 0.15) * self._limits.poll_interval_s
+        namesake = self._held.get(assignment.lease)
+        if namesake is not None and namesake.hub == assignment.hub:
+            return []  # giving it back would end the lease that we hold
         taken = {(held.assignment.model, held.assignment.slice) for held in self._held.values()}
-        if self._paused or len(self._held) >= self._limits.slices_max or (assignment.model, assignment.slice) in taken:
+        full = len(self._held) >= self._limits.slices_max
+        if self._paused or full or namesake is not None or (assignment.model, assignment.slice) in taken:
             return [Release(assignment.hub, assignment)]
-        renew_at = now + self._limits.renew_interval_s
-        self._held[assignment.lease] = _Held(assignment, Stage.FETCHING, now + ttl_s, renew_at)
+        self._held[assignment.lease] = _Held(
+            assignment, Stage.FETCHING, assignment.hub, now + ttl_s, self._renewal_due(ttl_s, now)
+        )
         return [Fetch(assignment)]
 
     def _on_poll_failed(self, hub: PeerId, now: float) -> None:
-        if hub in self._hubs and len(self._hubs) > 1:  # the next poll goes to another one
+        self._polling = False
+        self._put_last(hub)
+        self._poll_at = now + self._limits.poll_interval_s * self._chance.uniform(0.5, 1.5)
+
+    def _put_last(self, hub: PeerId) -> None:
+        """What is asked next goes to another hub, if there is one."""
+        if hub in self._hubs:
             self._hubs = (*(h for h in self._hubs if h != hub), hub)
-        self._poll_at = now + self._limits.poll_interval_s * self._chance.uniform(0.5, 1.5) if self._hubs else None
+
+    # One lease ------------------------------------------------------------------------------------------------
 
     def _on_lease_event(self, held: _Held, event: Event, now: float) -> list[Command]:
         lease = held.assignment.lease
         match event:
             case StepDone():
-                return self._on_step_done(held)
+                return self._on_step_done(held, now)
             case StepFailed(_, retry):
-                if retry and held.stage is Stage.TRIAL:
-                    return self._retry_attach(held, now)
-                return self._start_drain(lease, release=True)
+                return self._on_step_failed(held, now, retry=retry)
             case StandingTold(_, proven):
                 if held.stage in (Stage.TRIAL, Stage.SERVING):
                     held.stage = Stage.SERVING if proven else Stage.TRIAL
+                    self._failures = 0 if proven else self._failures
             case CoordinatorLost():
-                if held.stage in (Stage.TRIAL, Stage.SERVING):
-                    return self._retry_attach(held, now)
+                return self._on_coordinator_lost(held, now)
             case Renewed(_, ttl_s):
                 if ttl_s <= 0:
                     return self._start_drain(lease, release=False)
                 held.expires_at = now + ttl_s
+                held.renew_at = min(held.renew_at, self._renewal_due(ttl_s, now))
             case RenewFailed(_, hub):
-                if hub in self._hubs and len(self._hubs) > 1:
-                    self._hubs = (*(h for h in self._hubs if h != hub), hub)
+                self._put_last(hub)
+                held.hub = self._hubs[0] if self._hubs else held.hub
                 held.renew_at = min(held.renew_at, now + self._limits.renew_interval_s / 3)
             case Drained():
                 del self._held[lease]
-                # A worker that was let go has room again.
-                if self._poll_at is None and self._hubs:
-                    self._poll_at = now + self._limits.poll_interval_s
+                # A worker that was let go has room again, but does not ask for the same slice at once.
+                self._poll_at = max(self._poll_at, now + self._chance.uniform(1, 1.5) * self._limits.poll_interval_s)
             case _:
                 pass
         return []
 
-    def _on_step_done(self, held: _Held) -> list[Command]:
-        if held.stage is Stage.FETCHING:
-            held.stage = Stage.LOADING
-            return [LoadSlice(held.assignment)]
-        if held.stage is Stage.LOADING:
-            held.stage = Stage.TRIAL
-            return [Attach(held.assignment)]
-        if held.stage is Stage.TRIAL:
-            held.attach_at, held.attach_pause_s, held.lost_at = None, 0.0, None
+    def _renewal_due(self, ttl_s: float, now: float) -> float:
+        """Often enough that one renewal may fail, however short the hub's leases are."""
+        interval_s = self._limits.renew_interval_s
+        return now + min(interval_s, max(ttl_s / 3, interval_s / 10))
+
+    def _on_step_done(self, held: _Held, now: float) -> list[Command]:
+        match held.stage:
+            case Stage.FETCHING:
+                held.stage = Stage.LOADING
+                return [LoadSlice(held.assignment)]
+            case Stage.LOADING:
+                held.stage = Stage.TRIAL
+                return [self._attach(held)]
+            case Stage.TRIAL | Stage.SERVING:
+                held.attaching = False
+                if held.lost_meanwhile:
+                    return self._retry_attach(held, now)
+                held.attach_pause_s, held.lost_at = 0.0, None
+            case Stage.DRAINING:
+                pass
         return []
 
-    def _retry_attach(self, held: _Held, now: float) -> list[Command]:
+    def _on_step_failed(self, held: _Held, now: float, *, retry: bool) -> list[Command]:
+        if held.stage in (Stage.TRIAL, Stage.SERVING):
+            held.attaching = False
+            if retry:
+                return self._retry_attach(held, now)
+        elif held.stage in (Stage.FETCHING, Stage.LOADING):
+            pause_s = self._limits.poll_interval_s * 2.0 ** min(self._failures, 32)
+            self._no_poll_before = now + min(self._limits.failure_pause_max_s, pause_s)
+            self._failures += 1
+        return self._start_drain(held.assignment.lease, release=True)
+
+    def _on_coordinator_lost(self, held: _Held, now: float) -> list[Command]:
+        if held.stage not in (Stage.TRIAL, Stage.SERVING):
+            return []
         held.stage = Stage.TRIAL
+        if held.attaching:  # how the attempt ends is still to be told
+            held.lost_meanwhile = True
+            return []
+        return self._retry_attach(held, now)
+
+    def _attach(self, held: _Held) -> Attach:
+        held.attaching, held.lost_meanwhile, held.attach_at = True, False, None
+        return Attach(held.assignment)
+
+    def _retry_attach(self, held: _Held, now: float) -> list[Command]:
+        limits = self._limits
+        held.stage, held.lost_meanwhile = Stage.TRIAL, False
         if held.lost_at is None:
             held.lost_at = now
-        if now - held.lost_at > self._limits.attach_patience_s:
+        if now - held.lost_at > limits.attach_patience_s:
             return self._start_drain(held.assignment.lease, release=True)
-        held.attach_pause_s = min(
-            self._limits.attach_pause_max_s, max(self._limits.attach_pause_s, 2 * held.attach_pause_s)
-        )
-        held.attach_at = now + held.attach_pause_s * self._chance.uniform(0.75, 1.25)
+        if held.attach_at is None:
+            pause_s = max(limits.attach_pause_s, 2 * held.attach_pause_s)
+            held.attach_pause_s = min(limits.attach_pause_max_s, pause_s)
+            held.attach_at = now + held.attach_pause_s * self._chance.uniform(0.75, 1.25)
         return []
 
     def _start_drain(self, lease: str, *, release: bool) -> list[Command]:
@@ -384,16 +326,18 @@ class Placement:
         held.stage, held.attach_at = Stage.DRAINING, None
         commands: list[Command] = [Drain(held.assignment)]
         if release:
-            commands.append(Release(self._hub_for(held.assignment), held.assignment))
+            commands.append(Release(self._hub_of(held), held.assignment))
         return commands
 
-    def _hub_for(self, assignment: Assignment) -> PeerId:
-        """The hub that granted the lease while it is there, else the first that is."""
-        return assignment.hub if assignment.hub in self._hubs or not self._hubs else self._hubs[0]
+    def _hub_of(self, held: _Held) -> PeerId:
+        """The hub that renews the lease while it is there, else the first that is."""
+        return held.hub if held.hub in self._hubs or not self._hubs else self._hubs[0]
+
+    # Time -----------------------------------------------------------------------------------------------------
 
     def _on_tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        for lease, held in list(self._held.items()):
+        for lease, held in self._held.items():
             if held.stage is Stage.DRAINING:
                 continue
             if now >= held.expires_at:
@@ -401,13 +345,11 @@ class Placement:
                 continue
             if now >= held.renew_at:
                 held.renew_at = now + self._limits.renew_interval_s
-                serving = held.stage is Stage.SERVING
-                commands.append(RenewLease(self._hub_for(held.assignment), held.assignment, serving))
+                commands.append(RenewLease(self._hub_of(held), held.assignment, held.stage is Stage.SERVING))
             if held.attach_at is not None and now >= held.attach_at:
-                held.attach_at = None
-                commands.append(Attach(held.assignment))
-        if self._poll_at is not None and now >= self._poll_at and self._wants_more():
-            self._poll_at = None
+                commands.append(self._attach(held))
+        if self._may_poll() and now >= max(self._poll_at, self._no_poll_before):
+            self._polling = True
             commands.append(PollHub(self._hubs[0]))
         return commands
 

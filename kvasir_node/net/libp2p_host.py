@@ -93,6 +93,9 @@ class _NeverConnects(AutoConnector):
     async def maybe_connect(self) -> None:
         await trio.lowlevel.checkpoint()
 
+    def record_disconnect(self, peer_id: ID) -> None:
+        """Theirs keeps every peer that ever left."""
+
 
 class _GuardedSwarm(Swarm):
     """libp2p's table of connections, which never dials and chooses the connection that our table prefers."""

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import trio
+import trio.testing
 
 from kvasir_node.base.errors import Unreachable, UsageError
 from kvasir_node.net.identity import verify_signature
@@ -168,7 +169,7 @@ async def test_a_killed_peer_is_lost_at_once_or_after_silence(autojump_clock, si
         with pytest.raises(Unreachable):
             await stream.read()
         assert trio.current_time() - before == pytest.approx(SILENCE_S if silently else 0)
-        await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()
         assert ended == [before]
         with pytest.raises(Unreachable):
             await left.connect(right.addresses())

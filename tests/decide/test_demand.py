@@ -1,0 +1,100 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.decide.demand import Wanted, demand_for, slice_heat, surge_copies
+
+ANN, BOB = PeerId("ann"), PeerId("bob")
+LOW, HIGH = SliceId(0, 0, 1), SliceId(0, 2, 3)
+ALL, NONE = {0: frozenset(range(4))}, {0: frozenset[int]()}
+STEADY = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def demand(held, *, saturated=False, pressure=0.0, proven=(), heat=None, most=2) -> tuple[Wanted, ...]:
+    return demand_for(
+        slices=(LOW, HIGH),
+        held=held,
+        proven=proven,
+        heat={} if heat is None else heat,
+        saturated=saturated,
+        pressure=pressure,
+        surge_copies_max=most,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pressure", "most", "copies"),
+    [(0, 4, 0), (0.9, 4, 0), (1, 4, 1), (1.9, 4, 1), (2, 4, 2), (4, 4, 3), (8, 4, 4), (1e9, 4, 4), (1e9, 0, 0)],
+)
+def test_surge_copies(pressure, most, copies):
+    assert surge_copies(pressure, most) == copies
+
+
+@pytest.mark.parametrize(
+    ("held", "saturated", "wants"),
+    [
+        (ALL, False, []),
+        (NONE, False, [(LOW, 1), (HIGH, 1)]),
+        ({0: frozenset({0, 1, 2})}, False, [(HIGH, 1)]),  # one expert missing: the slice is
+        ({}, False, [(LOW, 1), (HIGH, 1)]),
+        (ALL, True, [(LOW, 2), (HIGH, 2)]),
+        ({0: frozenset({0, 1})}, True, [(LOW, 2), (HIGH, 3)]),  # what is missing comes on top
+    ],
+)
+def test_what_is_wanted(held, saturated, wants):
+    found = demand(held, saturated=saturated, pressure=3.0)
+    assert [(wanted.slice, wanted.want) for wanted in found] == wants
+
+
+def test_a_cold_slice_wants_one_copy_fewer_but_never_no_first_one():
+    cold = {0: [9.0, 9.0, 1.0, 1.0]}
+    assert [w.want for w in demand(ALL, saturated=True, pressure=4.0, heat=cold)] == [2, 1]
+    assert [w.want for w in demand(ALL, saturated=True, pressure=1.0, heat=cold)] == [1, 1]
+
+
+def test_playbook_of_a_surge():
+    proven = [(BOB, LOW), (ANN, LOW)]
+    assert demand(ALL) == ()
+    assert demand(ALL, saturated=True, pressure=1.0) == (Wanted(LOW, 1, ()), Wanted(HIGH, 1, ()))
+    served = demand(ALL, saturated=True, pressure=2.0, proven=proven)
+    assert served == (Wanted(LOW, 2, (ANN, BOB)), Wanted(HIGH, 2, ()))
+    assert demand(ALL, proven=proven) == (Wanted(LOW, 0, (ANN, BOB)),)  # so that hubs see what is surplus
+    assert demand(ALL) == ()
+
+
+def test_the_heat_of_a_slice_is_that_of_its_experts():
+    assert slice_heat(HIGH, {0: [1.0, 2.0, 3.0, 4.0, 5.0]}) == 7.0
+    assert slice_heat(HIGH, {0: [1.0, 2.0, 3.0]}) == 3.0
+    assert slice_heat(HIGH, {1: [1.0]}) == 0.0
+
+
+heats = st.dictionaries(st.just(0), st.lists(st.floats(0, 1e6), min_size=4, max_size=4))
+helds = st.sets(st.integers(0, 3)).map(lambda held: {0: frozenset(held)})
+holders = st.lists(st.tuples(st.sampled_from([ANN, BOB]), st.sampled_from([LOW, HIGH])), unique=True)
+
+
+@STEADY
+@given(held=helds, heat=heats, pressure=st.floats(0, 100), proven=holders)
+def test_while_calm_only_missing_slices_are_wanted(held, heat, pressure, proven):
+    for wanted in demand(held, heat=heat, pressure=pressure, proven=proven):
+        missing = any(index not in held[0] for index in range(wanted.slice.first, wanted.slice.last + 1))
+        assert wanted.want == (1 if missing else 0)
+
+
+@STEADY
+@given(held=helds, heat=heats, pressure=st.floats(0, 100), more=st.floats(0, 100), most=st.integers(0, 6))
+def test_more_pressure_never_wants_less_and_the_surge_is_bounded(held, heat, pressure, more, most):
+    def wants(at: float) -> dict[SliceId, int]:
+        found = demand(held, saturated=True, pressure=at, heat=heat, most=most)
+        return dict.fromkeys((LOW, HIGH), 0) | {w.slice: w.want for w in found}
+
+    less, greater = wants(pressure), wants(pressure + more)
+    assert all(less[part] <= greater[part] <= 1 + most for part in (LOW, HIGH))
+
+
+@STEADY
+@given(proven=holders)
+def test_every_proven_copy_is_told_once(proven):
+    found = demand(ALL, proven=proven)
+    assert sorted((peer, w.slice) for w in found for peer in w.proven) == sorted(proven)

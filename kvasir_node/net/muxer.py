@@ -14,6 +14,7 @@ It does not know addresses, dialling or which protocols its streams speak. Wire-
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -43,9 +44,10 @@ from kvasir_node.net.noise_session import PLAINTEXT_BYTES_MAX, NoiseSession
 
 YAMUX_PROTOCOL = "/yamux/1.0.0"
 FRAME_PAYLOAD_BYTES = PLAINTEXT_BYTES_MAX - 12  # a full frame fills one noise message exactly
-BATCH_BYTES = 256 * 1024  # joined into one write; what a small call can be kept waiting by
+BATCH_BYTES = 128 * 1024  # joined into one write; what a small call can be kept waiting by
 CONTROL_FRAMES_MAX = 4096  # unsent answers to the peer; more means it asks and never reads
 CLOSE_FLUSH_S = 0.5  # how long a closing connection tries to send what it still holds
+FIRST_PINGS, FIRST_PINGS_INTERVAL_S = 4, 0.05  # a connection's very first round trip measures its set-up
 FINISHED_LINGER_S = 30.0  # how long a stream that we finished may wait for the peer to finish it too
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class YamuxConnection(IMuxedConn):
         self.session = cast("NoiseSession", conn)
         self.event_started = trio.Event()
         self.rtt_s: float | None = None
+        self.min_rtt_s = math.inf  # the shortest yet: without what was queued on the way
         self.end_reason: str | None = None
         self.on_ended: Callable[[str], None] | None = None
         self._settings = settings or NetworkSettings()
@@ -244,6 +247,9 @@ class YamuxConnection(IMuxedConn):
         """What windows may still grow by. Half of the limit is kept for the first windows of new streams."""
         return self._settings.connection_buffer_bytes // 2 - self._committed_bytes
 
+    def now(self) -> float:
+        return trio.current_time()
+
     def count_committed(self, change_bytes: int) -> None:
         self._committed_bytes += change_bytes
 
@@ -355,9 +361,11 @@ class YamuxConnection(IMuxedConn):
             self.queue_control(pack(FrameType.PING, Flag.ACK, 0, frame.length))
         elif frame.length == self._ping_value:
             self.rtt_s = trio.current_time() - self._ping_sent_at
+            self.min_rtt_s = min(self.min_rtt_s, self.rtt_s)
 
     async def _keepalive_loop(self) -> None:
         """Any byte from the peer counts as life; the longest unnoticed silence is interval + timeout."""
+        interval_s = self._settings.keepalive_interval_s
         while True:
             self._ping_value = (self._ping_value + 1) % 2**32
             self._ping_sent_at = trio.current_time()
@@ -367,7 +375,8 @@ class YamuxConnection(IMuxedConn):
                 await self._heard.wait()
             if waiting.cancelled_caught:
                 raise Unreachable(f"nothing heard for {self._settings.keepalive_timeout_s:g} s after a ping")
-            await trio.sleep(self._settings.keepalive_interval_s)
+            early = self._ping_value < FIRST_PINGS
+            await trio.sleep(min(interval_s, FIRST_PINGS_INTERVAL_S) if early else interval_s)
             self._reset_lingering()
 
     def _reset_lingering(self) -> None:

@@ -34,6 +34,11 @@ class StreamOwner(Protocol):
     @property
     def window_spare_bytes(self) -> int: ...
 
+    @property
+    def min_rtt_s(self) -> float: ...
+
+    def now(self) -> float: ...
+
     def count_committed(self, change_bytes: int) -> None: ...
 
     def queue_control(self, frame: bytes) -> None: ...
@@ -58,6 +63,7 @@ class YamuxStream(IMuxedStream):
         self._receive_window = INITIAL_WINDOW_BYTES  # what the peer may still send
         self._window_target = INITIAL_WINDOW_BYTES
         self._window_max = max(INITIAL_WINDOW_BYTES, window_bytes_max)
+        self._given_back_at = owner.now()
         self._uncredited_bytes = 0  # read, and not yet given back to the peer as window
         self._remote_closed = False
         self._unsent: deque[memoryview] = deque()
@@ -97,18 +103,28 @@ class YamuxStream(IMuxedStream):
         return chunk
 
     def _give_back(self, count: int) -> None:
-        """Returns window to the peer in quarters of it, and doubles it while the connection has room to spare."""
+        """Returns window to the peer in quarters of it, and doubles it where that helps and there is room to spare.
+
+        It helps while a quarter is read in less than half a round trip, that is, up to twice bandwidth × delay.
+        More would only be queued in the sockets, and small calls of other streams would wait behind it.
+        """
         self._uncredited_bytes += count
         if self._remote_closed or self._failure is not None or self._uncredited_bytes < self._window_target // 4:
             return
-        target = min(self._window_target * 2, self._window_max)
-        growth = max(0, min(target - self._window_target, self._owner.window_spare_bytes))
+        growth = self._window_growth()
         change = self._uncredited_bytes + growth
         self._window_target += growth
         self._receive_window += change
         self._uncredited_bytes = 0
         self._owner.count_committed(change)
         self._owner.queue_control(pack(FrameType.WINDOW_UPDATE, Flag.NONE, self.stream_id, change))
+
+    def _window_growth(self) -> int:
+        last_at, self._given_back_at = self._given_back_at, self._owner.now()
+        if self._given_back_at - last_at > self._owner.min_rtt_s / 2:
+            return 0
+        wanted = min(self._window_target * 2, self._window_max) - self._window_target
+        return max(0, min(wanted, self._owner.window_spare_bytes))
 
     # --- writing ---
 

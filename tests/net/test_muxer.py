@@ -228,9 +228,11 @@ async def test_a_paused_reader_is_waited_for_and_nothing_is_lost(autojump_clock)
 
 
 async def test_windows_grow_and_their_sum_stays_under_the_limit():
-    settings = replace(LOOPBACK, connection_buffer_bytes=4 * MIB)
+    settings = replace(QUIET, connection_buffer_bytes=4 * MIB)
     async with muxer_pair(settings) as (left, right), trio.open_nursery() as nursery:
         peak = 0
+        await trio.testing.wait_all_tasks_blocked()
+        right.min_rtt_s = 60.0  # a long way, which large windows pay for
 
         async def pump(stream):
             for _ in range(40):
@@ -247,6 +249,16 @@ async def test_windows_grow_and_their_sum_stays_under_the_limit():
             nursery.start_soon(pump, ours)
             nursery.start_soon(drain, theirs)
     assert 6 * INITIAL_WINDOW_BYTES < peak <= 4 * MIB
+
+
+async def test_a_window_stays_small_where_a_larger_one_would_only_queue():
+    async with muxer_pair(QUIET) as (left, right), trio.open_nursery() as nursery:
+        ours, theirs = await stream_pair(left, right)
+        await trio.testing.wait_all_tasks_blocked()
+        right.min_rtt_s = 0.0
+        nursery.start_soon(ours.send, bytes(4 * MIB))
+        await receive_exactly(theirs, 4 * MIB)
+        assert right.buffered_bytes <= INITIAL_WINDOW_BYTES
 
 
 async def hostile_peer(session, right, payload):

@@ -271,16 +271,11 @@ class _Link:
         self._opening = trio.Lock()
         self._calls: BlockCalls | None = None
         self._scope: trio.CancelScope | None = None
-        self._openings = 0
-        self._trouble = ""  # of the last opening
 
     async def call(self, want: bytes, timeout_s: float) -> bytes | memoryview:
         """Raises PeerError."""
-        seen = self._openings
         async with self._opening:
             if self._calls is None:
-                if self._openings != seen:
-                    raise Unreachable(f"peer {self._provider} could not be asked for blocks: {self._trouble}")
                 await self._open()
             calls = self._calls
         if calls is None:
@@ -292,17 +287,10 @@ class _Link:
             self._scope.cancel()
 
     async def _open(self) -> None:
-        # Calls that waited for this opening fail with it: each opening anew would add up its timeout.
-        self._openings += 1
-        self._trouble = f"no block stream within {OPEN_TIMEOUT_S} s"
         with trio.move_on_after(OPEN_TIMEOUT_S) as opening:
-            try:
-                await self._nursery.start(self._hold)
-            except PeerError as error:
-                self._trouble = str(error)
-                raise
+            await self._nursery.start(self._hold)
         if opening.cancelled_caught:
-            raise Unreachable(f"peer {self._provider} could not be asked for blocks: {self._trouble}")
+            raise Unreachable(f"peer {self._provider} opened no block stream within {OPEN_TIMEOUT_S:g} s")
 
     async def _hold(self, task_status: Any) -> None:
         started = False

@@ -172,6 +172,16 @@ def test_a_failure_pauses_the_provider_twice_as_long_each_time():
     assert isinstance(gave_up, GiveUp)
 
 
+def test_a_block_that_arrives_ends_the_row_of_failures():
+    limits = FetchLimits(in_flight_max=1, ask_max=1, pause_s=1.0, failures_max=2, attempts_max=9)
+    fetch, _ = started(3, ANN, limits=limits)
+    fetch.handle(RequestFailed(ANN, CIDS[0:1]), 0.0)
+    ((_, cid),) = asked(fetch.handle(Tick(), 1.0))
+    fetch.handle(BlockArrived(ANN, cid), 1.1)
+    assert fetch.handle(RequestFailed(ANN, fetch.owed_by(ANN)), 2.0) == []
+    assert fetch.wake_at(2.0) == 3.0
+
+
 def test_requests_that_break_together_are_one_failure():
     fetch, _ = started(2, ANN, limits=FetchLimits(in_flight_max=2, ask_max=1, failures_max=2))
     assert fetch.handle(RequestFailed(ANN, CIDS[0:1]), 1.0) == []
@@ -197,6 +207,19 @@ def test_a_late_block_is_asked_of_a_second_provider_but_never_of_a_third():
     assert fetch.handle(Tick(), 0.4) == [Ask(BOB, CIDS[0:1])]
     assert fetch.handle(ProviderJoined(CYD), 50.0) == []
     assert fetch.handle(BlockArrived(BOB, CIDS[0]), 50.1) == [Done()]
+
+
+def test_a_tick_at_the_time_it_was_asked_for_is_never_too_early():
+    rng = random.Random(0)  # sums of such numbers are rounded, so a difference may come out below what was added
+    for _ in range(1000):
+        start_at, typical_s = rng.uniform(0, 1000), rng.uniform(0.1, 3)
+        fetch = Fetch(FetchLimits(in_flight_max=1, typical_first_s=typical_s))
+        fetch.handle(ProviderJoined(ANN), start_at)
+        fetch.handle(BlocksWanted(CIDS[:1]), start_at)
+        fetch.handle(ProviderJoined(BOB), start_at)
+        wake_at = fetch.wake_at(start_at)
+        assert wake_at is not None
+        assert asked(fetch.handle(Tick(), wake_at)) == [(BOB, CIDS[0])]
 
 
 def test_nothing_happens_before_a_provider_joins():

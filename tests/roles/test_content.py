@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from kvasir_node.base.content import FilePiece, split_pieces
 from kvasir_node.base.errors import CapacityError, DataError, Misbehaved, RejectReason, Unreachable
 from kvasir_node.base.ids import DAG_CBOR_CODEC, Cid, PeerId, SliceId, cid_of
-from kvasir_node.base.settings import StoreSettings
+from kvasir_node.base.settings import NetworkSettings, StoreSettings
 from kvasir_node.model.checkpoint import open_checkpoint, parse_expert_file
 from kvasir_node.model.indexing import index_checkpoint
 from kvasir_node.model.tensor_file import read_tensor
+from kvasir_node.net.libp2p_host import open_libp2p_transport
 from kvasir_node.net.memory_net import Link, MemoryNetwork, MemoryTransport, open_memory_network
 from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, read_blob, read_block, run_inline
-from kvasir_node.roles.download import ASK_MAX, FetchTally
+from kvasir_node.roles.download import OPEN_TIMEOUT_S, BlockCalls, FetchTally
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobRef, encode_blob_node
 from kvasir_node.wire.blocks import Absent, decode_answer, encode_answer, encode_want
@@ -234,6 +235,42 @@ async def test_a_silent_provider_is_left_behind(autojump_clock, tmp_path):
         assert trio.current_time() - started_at < 6.5  # the node is late after 4 s, then one honest provider
 
 
+class LateServer(BlockServer):
+    """Gives its first answer when it was long given up."""
+
+    late_s = 4.3
+
+    async def handle(self, method: int, body: memoryview) -> Sequence[bytes | memoryview]:
+        answer = await super().handle(method, body)
+        late_s, self.late_s = self.late_s, 0.0
+        await trio.sleep(late_s)
+        return answer
+
+
+async def test_a_second_copy_of_a_late_block_counts_as_wasted_alone(autojump_clock, tmp_path):
+    async with open_swarm(tmp_path) as swarm:
+        blob = add_blob(swarm.source, random_bytes(1, 150))
+        late = await swarm.provider("late", LateServer(swarm.source, run_blocking=run_inline))
+        quick = await swarm.provider("quick")
+        await swarm.fetcher.fetch_blobs([late, quick], [blob])
+        node_bytes = len(read_block(swarm.store, blob.cid))
+        assert swarm.tally == FetchTally(bytes_fetched=blob.size + node_bytes, bytes_wasted=node_bytes)
+
+
+async def test_a_stream_that_never_opens_ends_in_bounded_time(autojump_clock, tmp_path):
+    @asynccontextmanager
+    async def never_open(provider: PeerId) -> AsyncIterator[BlockCalls]:
+        await trio.sleep_forever()
+        raise AssertionError
+        yield
+
+    blobs = [add_blob(BlockStore(tmp_path / "source"), bytes((n,)) * 100) for n in range(8)]
+    fetcher = Fetcher(never_open, BlockStore(tmp_path / "own"), SETTINGS, FetchTally(), run_inline)
+    with pytest.raises(Unreachable, match="no provider is left"):
+        await fetcher.fetch_blobs([PeerId("p")], blobs)
+    assert trio.current_time() < 5 * OPEN_TIMEOUT_S + 10  # five openings, and the pauses between
+
+
 class ResettingServer(BlockServer):
     """Each stream lives for a moment, enough for about 15 blocks, and is cut with answers under way."""
 
@@ -264,7 +301,7 @@ class GarbageServer(BlockServer):
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\x00", b"\xff" * 3, b"\xfd\xff\xff\xff", b"\x01\x00\x00\x00", bytes(4096), b"\xfe\xff\xff\xff" * ASK_MAX],
+    [b"", b"\x00", b"\xff" * 3, b"\xfd\xff\xff\xff", b"\x01\x00\x00\x00", bytes(4096), b"\xfe\xff\xff\xff"],
 )
 async def test_garbage_for_an_answer_ends_in_unreachable(autojump_clock, tmp_path, garbage):
     async with open_swarm(tmp_path) as swarm:
@@ -420,6 +457,26 @@ async def test_a_slice_is_fetched_by_the_models_id_alone(tmp_path):
             for wrong in (SliceId(2, 0, 1), SliceId(1, 0, 4)):
                 with pytest.raises(DataError, match="has no slice"):
                     await fetcher.fetch_slice([coordinator.peer_id], indexed.model, wrong)
+
+
+async def test_over_real_sockets_a_liar_is_blamed_and_the_blob_is_whole(tmp_path):
+    settings = replace(NetworkSettings(), listen=("/ip4/127.0.0.1/tcp/0",))
+    source = BlockStore(tmp_path / "source")
+    data = random.Random(5).randbytes(3 << 20)
+    blob = add_blob(source, data, 1 << 18)
+    with trio.fail_after(30):
+        async with (
+            open_libp2p_transport(settings, tmp_path / "key1") as liar,
+            open_libp2p_transport(settings, tmp_path / "key2") as honest,
+            open_libp2p_transport(settings, tmp_path / "key3") as own,
+        ):
+            liar.set_handler(BLOCKS_PROTOCOL, CorruptingServer(source, corrupt=1).serve)
+            honest.set_handler(BLOCKS_PROTOCOL, BlockServer(source).serve)
+            providers = [await own.connect(transport.addresses()) for transport in (liar, honest)]
+            tally, store = FetchTally(), BlockStore(tmp_path / "own")
+            await Fetcher(open_block_calls(own), store, SETTINGS, tally).fetch_blobs(providers, [blob])
+            assert read_blob(store, blob) == data
+            assert tally.bad_blocks == {liar.peer_id: 1}
 
 
 async def test_a_transport_without_the_peer_is_unreachable(autojump_clock, tmp_path):

@@ -191,6 +191,14 @@ def data_dir_of(settings: Settings) -> Path:
     return Path(settings.node.data_dir) if settings.node.data_dir else default_data_dir()
 
 
+def keep_torch_cache(data_dir: Path) -> None:
+    """Gives torch's compiler cache a place of our own; importing it otherwise leaves a folder in the temporary one.
+
+    Works only before `torch._dynamo` is first imported, which transformers' model code does. A user's choice stays.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir / "cache" / "torch"))
+
+
 def environment() -> dict[str, str]:
     """The process environment, for callers that pass it to `load_settings`."""
     return dict(os.environ)

@@ -22,7 +22,7 @@ import kvasir_node
 from kvasir_node.base.errors import CapacityError, DataError, KvasirError, UsageError
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import Cid, PeerId
-from kvasir_node.base.settings import Settings, data_dir_of
+from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     FanoutSnapshot,
     NetSnapshot,
@@ -347,6 +347,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
     """
     data_dir = data_dir_of(settings)
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keep_torch_cache(data_dir)
     swarm = _read_swarm(settings, data_dir)
     roles = settings.node.roles
     store, catalog = await trio.to_thread.run_sync(open_library, settings)

@@ -43,7 +43,7 @@ async def all_proven(swarm: Swarm, slices: int = 6) -> None:
 
 
 @pytest.mark.parametrize(("hold", "remote_least"), [("all", 0.0), ("half", 0.3), ("none", 1.0)])
-async def test_48_greedy_tokens_equal_transformers_generate_with_experts_local_half_and_all_remote(
+async def test_law_1_same_answer_48_greedy_tokens_equal_transformers_generate_with_experts_local_half_and_all_remote(
     tmp_path, hold, remote_least
 ):
     expected = await trio.to_thread.run_sync(reference, PROMPTS[0], 48)
@@ -62,7 +62,7 @@ async def test_48_greedy_tokens_equal_transformers_generate_with_experts_local_h
         assert facts.fallbacks == 0
 
 
-async def test_a_burst_recruits_proves_shares_and_lets_go(tmp_path):
+async def test_law_2_idle_is_local_and_a_burst_recruits_proves_shares_and_lets_go(tmp_path):
     async with open_swarm(tmp_path) as swarm:
         main = swarm.main
         expected = await solo(main)
@@ -87,7 +87,7 @@ async def test_a_burst_recruits_proves_shares_and_lets_go(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["noise", "nan", "silent"])
-async def test_a_liar_is_never_proven_and_touches_no_token(tmp_path, kind):
+async def test_law_3_only_proven_workers_carry_load_so_a_liar_touches_no_token(tmp_path, kind):
     silent = SilentCompute()
     compute = {"noise": NoisyCompute(0.01), "nan": nan_compute, "silent": silent}[kind]
     async with open_swarm(tmp_path, fanout__deadline_ceiling_s=0.5) as swarm:
@@ -119,7 +119,7 @@ async def test_a_liar_that_behaved_in_its_trial_is_caught_by_the_sample_before_i
         assert any(w.state in ("suspect", "banned") for w in main.snapshot().workers)
 
 
-async def test_a_worker_that_falls_silent_is_passed_over_and_another_takes_its_place(tmp_path):
+async def test_law_5_no_token_waits_on_a_worker_that_falls_silent_and_another_takes_its_place(tmp_path):
     silent = SilentCompute(honest_calls=60)
     async with open_swarm(tmp_path, fanout__deadline_ceiling_s=0.5, market__surge_copies_max=2) as swarm:
         main = swarm.main
@@ -141,7 +141,7 @@ async def test_a_worker_that_falls_silent_is_passed_over_and_another_takes_its_p
         assert_same(answers, expected)
 
 
-async def test_a_block_corrupted_in_flight_is_fetched_again_and_never_loaded(tmp_path):
+async def test_law_6_a_block_corrupted_in_flight_is_fetched_again_and_never_loaded(tmp_path):
     stores: list[CorruptingStore] = []
 
     def corrupting(store: BlockStore) -> BlockStore:
@@ -160,7 +160,7 @@ async def test_a_block_corrupted_in_flight_is_fetched_again_and_never_loaded(tmp
         assert snapshot.bytes_fetched > 0
 
 
-async def test_a_worker_that_leaves_in_good_order_costs_no_fallback(tmp_path):
+async def test_law_8_a_worker_that_leaves_in_good_order_is_not_to_blame_and_costs_no_fallback(tmp_path):
     async with open_swarm(tmp_path) as swarm:
         main = swarm.main
         expected = await solo(main)

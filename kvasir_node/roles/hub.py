@@ -19,7 +19,7 @@ from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
 from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
-from kvasir_node.wire.envelope import SignFunction, open_record, seal
+from kvasir_node.wire.envelope import SignFunction, open_record, seal, strip_membership, with_membership
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
     TABLE_BYTES_MAX,
@@ -52,6 +52,7 @@ class Hub:
         sign: SignFunction,
         gossip: Gossip,
         topic: str,
+        secret: bytes,
         *,
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
@@ -61,6 +62,7 @@ class Hub:
         self._sign = sign
         self._gossip = gossip
         self._topic = topic
+        self._secret = secret
         self._addresses = addresses
         self._table_changed = table_changed
         self._epoch = time.time_ns() // 1_000_000
@@ -183,7 +185,8 @@ class Hub:
             rows=rows,
         )
         self._table_changed(table)
-        await self._gossip.publish(self._topic, seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign))
+        sealed = seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign)
+        await self._gossip.publish(self._topic, with_membership(self._secret, sealed))
 
     def snapshot(self) -> HubSnapshot:
         return HubSnapshot(
@@ -200,19 +203,21 @@ class Hub:
 class TableReader:
     """Keeps the newest table of each hub and knows how many copies are open; for gossip validators and workers.
 
-    A table is taken only when its signature is right, its clock is within bounds, and it is newer than what its hub
-    said before: replays change nothing.
+    A table is taken only when a member sent it, its signature is right, its clock is within bounds, and it is newer
+    than what its hub said before: what strangers say, and replays, change nothing.
     """
 
     HUBS_MAX = 64
 
-    def __init__(self, clock_skew_max_s: float) -> None:
+    def __init__(self, secret: bytes, clock_skew_max_s: float) -> None:
+        self._secret = secret
         self._clock_skew_max_s = clock_skew_max_s
         self._tables: dict[PeerId, tuple[DemandTable, float]] = {}  # hub -> table, good until
 
-    def take(self, sealed: bytes) -> bool:
+    def take(self, data: bytes) -> bool:
         """Checks and keeps a gossiped table; False when it changes nothing."""
         try:
+            sealed = strip_membership(self._secret, data)
             record = open_record(TABLE_KIND, sealed, body_bytes_max=TABLE_BYTES_MAX)
             table = DemandTable.from_bytes(record.body)
         except Misbehaved as error:

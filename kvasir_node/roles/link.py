@@ -7,6 +7,7 @@ how weights came here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Link:
         self._assignments: dict[str, Assignment] = {}
         self._in_flight = 0
         self._idle = trio.Event()
-        self._scope = trio.CancelScope()  # pyright: ignore[reportCallIssue]
+        self._scope = trio.move_on_after(math.inf)
         self._calls: CallStream | None = None
 
     def leases(self) -> tuple[str, ...]:

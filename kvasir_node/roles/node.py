@@ -131,7 +131,7 @@ class Node:
         self._started_at = trio.current_time()
         self._served_since = int(time.time())
         self._topic = f"/kvasir/demand/1.0.0/{swarm_id(swarm.secret)}"
-        self._tables = TableReader(settings.market.clock_skew_max_s)
+        self._tables = TableReader(swarm.secret, settings.market.clock_skew_max_s)
         self._peers = Peers(
             membership,
             transport.peer_id,
@@ -160,6 +160,7 @@ class Node:
             self._transport.sign,
             self._gossip,
             self._topic,
+            self._swarm.secret,
             addresses=self._transport.addresses,
             table_changed=lambda table: self._on_table(self._transport.peer_id, table),
         )

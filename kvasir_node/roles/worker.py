@@ -7,6 +7,7 @@ how blocks are chosen, or what a coordinator does with the sums. Whatever goes w
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ class Worker:
                 await self._step(assignment, lambda: self._attach(assignment, nursery))
 
     async def _step(self, assignment: Assignment, act: Callable[[], Awaitable[None]]) -> None:
-        scope = self._steps[assignment.lease] = trio.CancelScope()  # pyright: ignore[reportCallIssue]
+        scope = self._steps[assignment.lease] = trio.move_on_after(math.inf)
         try:
             with scope:
                 await act()

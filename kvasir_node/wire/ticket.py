@@ -46,6 +46,9 @@ def read_ticket(text: str) -> Ticket:
         raise UsageError(f"a ticket starts with {PREFIX}; got {text[:16]!r}")
     letters = text.removeprefix(PREFIX).upper()
     damaged = UsageError("the ticket is damaged (mistyped or cut off); copy it whole from `kvasir-node ticket`")
+    other_version = UsageError(
+        "the ticket is of another version of kvasir-node; update this node, or the one it is from"
+    )
     if len(letters) > 2 * _BYTES_MAX:
         raise damaged
     try:
@@ -59,10 +62,10 @@ def read_ticket(text: str) -> Ticket:
         fields = Fields(decode(body, max_bytes=_BYTES_MAX, what="ticket"), "ticket")
         ticket = Ticket(fields.binary("s", SECRET_BYTES), fields.items("a", ADDRESSES_MAX, read_address))
         fields.end()
-    except Misbehaved as error:
-        raise UsageError(f"the ticket is not of this version of kvasir-node: {error}") from error
+    except Misbehaved:
+        raise other_version from None  # its message may show the secret
     if len(ticket.secret) != SECRET_BYTES:
-        raise UsageError("the ticket is not of this version of kvasir-node: its secret has another size")
+        raise other_version
     return ticket
 
 

@@ -93,7 +93,7 @@ class Link:
                 await self._calls.run()
         finally:
             ended(self)
-            with trio.CancelScope(shield=True):
+            with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]  (libp2p brings outdated trio stubs)
                 await stream.reset()
 
     def close(self) -> None:

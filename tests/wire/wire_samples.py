@@ -1,0 +1,127 @@
+"""One sample of each control message with its committed spelling, and strategies for what a hostile peer may write."""
+
+import cbor2
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
+from kvasir_node.decide.demand import Wanted
+from kvasir_node.wire.messages import (
+    About,
+    Attachment,
+    DemandRecord,
+    DemandTable,
+    LeaseVerdict,
+    NoOffer,
+    Offer,
+    Poll,
+    Renewal,
+    Standing,
+    TableRow,
+    read_poll_answer,
+)
+
+STEADY = settings(max_examples=200, deadline=None, derandomize=True)
+MODEL = ModelId(cid_of(b"a model", DAG_CBOR_CODEC))
+ADDRESS = "/ip4/192.0.2.1/tcp/9481"
+PART = SliceId(3, 0, 7)
+WANTS = (Wanted(PART, 2, (PeerId("ann"), PeerId("bob"))), Wanted(SliceId(3, 8, 15), 1, ()))
+DEMAND = DemandRecord(1_700_000_000_000, 7, 1_700_000_000.5, 30.0, MODEL, "demo", 1 << 24, (ADDRESS,), 4, 4, 9, WANTS)
+TABLE = DemandTable(
+    1_700_000_000_000, 9, 1_700_000_000.25, 30.0, (ADDRESS,), (TableRow(MODEL, PART, want=2, proven=1, leased=1),)
+)
+
+# name -> (message, its bytes, how it is read)
+SAMPLES = {
+    "demand": (
+        DEMAND,
+        "ac626174fb41d954fc4020000063736571076374746cf94f80646275737904646e616d656464656d6f65616464727381"
+        "772f6970342f3139322e302e322e312f7463702f393438316562797465731a010000006565706f63681b0000018bcfe5"
+        "6800656d6f64656c783b626166797265696578373666646b76636e7a35616b336261656f62326568686f777669356178"
+        "7a646a356a6c79756779346166367a68687767647165736c6f7473046577616e7473828365333a302d37028263616e6e"
+        "63626f628366333a382d313501806671756575656409",
+        DemandRecord.from_bytes,
+    ),
+    "poll": (
+        Poll(1 << 31, ((MODEL, PART),), ()),
+        "a364627573798064686176658182783b626166797265696578373666646b76636e7a35616b336261656f62326568686f"
+        "7776693561787a646a356a6c79756779346166367a68687767647165333a302d37666d656d6f72791a80000000",
+        Poll.from_bytes,
+    ),
+    "offer": (
+        Offer("18c.1", MODEL, PART, PeerId("carl"), (ADDRESS,), 15.0),
+        "a66374746cf94b806470656572646361726c65616464727381772f6970342f3139322e302e322e312f7463702f393438"
+        "31656c65617365653138632e31656d6f64656c783b626166797265696578373666646b76636e7a35616b336261656f62"
+        "326568686f7776693561787a646a356a6c79756779346166367a68687767647165736c69636565333a302d37",
+        read_poll_answer,
+    ),
+    "no offer": (NoOffer(2.5), "a1657265747279f94100", read_poll_answer),
+    "renewal": (
+        Renewal("18c.1", MODEL, PART, PeerId("carl"), serving=True, progress=42),
+        "a66470656572646361726c656c65617365653138632e31656d6f64656c783b626166797265696578373666646b76636e"
+        "7a35616b336261656f62326568686f7776693561787a646a356a6c79756779346166367a68687767647165736c696365"
+        "65333a302d376773657276696e67f56870726f6772657373182a",
+        Renewal.from_bytes,
+    ),
+    "verdict": (
+        LeaseVerdict(0.0, "no longer needed"),
+        "a26374746cf9000066726561736f6e706e6f206c6f6e676572206e6565646564",
+        LeaseVerdict.from_bytes,
+    ),
+    "attachment": (
+        Attachment(MODEL, (PART,)),
+        "a2656d6f64656c783b626166797265696578373666646b76636e7a35616b336261656f62326568686f7776693561787a"
+        "646a356a6c79756779346166367a68687767647166736c696365738165333a302d37",
+        Attachment.from_bytes,
+    ),
+    "standing": (
+        Standing(PART, "proven"),
+        "a265736c69636565333a302d376573746174656670726f76656e",
+        Standing.from_bytes,
+    ),
+    "table": (
+        TABLE,
+        "a7626174fb41d954fc4010000063736571096374746cf94f8064726f777381850065333a302d37020101656164647273"
+        "81772f6970342f3139322e302e322e312f7463702f393438316565706f63681b0000018bcfe56800666d6f64656c7381"
+        "783b626166797265696578373666646b76636e7a35616b336261656f62326568686f7776693561787a646a356a6c7975"
+        "6779346166367a686877676471",
+        DemandTable.from_bytes,
+    ),
+    "about": (
+        About("host", "0.1.0", ("hub", "worker"), (ADDRESS,)),
+        "a4646e616d6564686f737465616464727381772f6970342f3139322e302e322e312f7463702f3934383165726f6c6573"
+        "826368756266776f726b65726776657273696f6e65302e312e30",
+        About.from_bytes,
+    ),
+}
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 64), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+"""What the codec reads, apart from depth."""
+
+any_values = st.recursive(
+    plain_values | st.floats() | st.integers(-(1 << 20_000), 1 << 20_000) | st.just(cbor2.undefined),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4)
+        | st.builds(
+            cbor2.CBORTag, st.sampled_from([2, 4, 5, 28, 29, 30, 35, 36, 55799]) | st.integers(0, 1 << 32), inner
+        )
+    ),
+    max_leaves=12,
+)
+"""Whatever CBOR can say."""
+
+
+def flips(data: bytes) -> list[bytes]:
+    """`data` with each single bit flipped, and with each byte turned round."""
+    masks = (*(1 << bit for bit in range(8)), 0xFF)
+    return [data[:at] + bytes((data[at] ^ mask,)) + data[at + 1 :] for at in range(len(data)) for mask in masks]

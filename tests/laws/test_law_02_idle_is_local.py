@@ -1,0 +1,64 @@
+"""Law 2: while the coordinator is calm and holds an expert, that expert's rows never touch the network."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.decide.admission import Admission, AdmissionLimits, Load
+from kvasir_node.decide.demand import demand_for
+from kvasir_node.decide.fanout import plan_route
+
+STEADY = settings(max_examples=150, deadline=None, derandomize=True)
+EXPERTS = 8
+SLICES = tuple(SliceId(layer, first, first + 3) for layer in (0, 1) for first in (0, 4))
+proven_pairs = st.lists(
+    st.tuples(st.sampled_from([PeerId("ann"), PeerId("bob")]), st.sampled_from(SLICES)), unique=True, max_size=8
+)
+heats = st.dictionaries(st.integers(0, 1), st.lists(st.floats(0, 1e6), min_size=EXPERTS, max_size=EXPERTS))
+held_sets = st.fixed_dictionaries({layer: st.frozensets(st.integers(0, EXPERTS - 1)) for layer in (0, 1)})
+
+
+@STEADY
+@given(held_sets, proven_pairs, heats)
+def test_whoever_is_proven_no_held_expert_leaves_while_calm(held, proven, heat):
+    route = plan_route(
+        layers=(0, 1),
+        experts_per_layer=EXPERTS,
+        held=held,
+        proven=proven,
+        heat=heat,
+        spread=False,
+        reason="off: calm",
+    )
+    assert not route.on
+    assert all(route.peers[layer][index] is None for layer in held for index in held[layer])
+
+
+@STEADY
+@given(proven_pairs, heats, st.floats(0, 100))
+def test_who_holds_everything_asks_for_nothing_while_calm(proven, heat, pressure):
+    everything = {layer: frozenset(range(EXPERTS)) for layer in (0, 1)}
+    found = demand_for(
+        slices=SLICES,
+        held=everything,
+        proven=proven,
+        heat=heat,
+        saturated=False,
+        pressure=pressure,
+        surge_copies_max=4,
+    )
+    assert all(wanted.want == 0 for wanted in found)
+
+
+@STEADY
+@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 30.0]), max_size=40))
+def test_requests_that_never_wait_never_saturate(pauses_s):
+    admission = Admission(AdmissionLimits(4, 64, saturated_after_s=0.5, calm_after_s=5.0, calm_busy_ratio=0.75))
+    now = 0.0
+    for request, pause_s in enumerate(pauses_s):
+        if admission.busy == 4:
+            admission.leave(request - 4, now)
+        admission.arrive(request, now)
+        now += pause_s
+        admission.tick(now)
+        assert admission.load is Load.CALM

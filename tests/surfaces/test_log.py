@@ -27,7 +27,7 @@ def restored_logging() -> Iterator[None]:
 def logged(level: str, format_: str) -> list[str]:
     stream = io.StringIO()
     set_up_logging(LogSettings(level, format_), stream=stream)
-    ours, theirs = logging.getLogger("kvasir_node.roles.hub"), logging.getLogger("libp2p")
+    ours, theirs = logging.getLogger("kvasir_node.roles.hub"), logging.getLogger("hypercorn")
     ours.debug("small")
     ours.warning("peer %s said %s", "\x1b[2Jevil", "one\ntwo")
     theirs.info("chatter")
@@ -37,7 +37,7 @@ def logged(level: str, format_: str) -> list[str]:
 
 def test_json_lines_have_the_fields():
     records = [json.loads(line) for line in logged("info", "json")]
-    assert [(r["level"], r["logger"]) for r in records] == [("warning", "kvasir_node.roles.hub"), ("error", "libp2p")]
+    assert [(r["level"], r["logger"]) for r in records] == [("warning", "kvasir_node.roles.hub"), ("error", "hypercorn")]
     assert records[0]["message"] == "peer ?[2Jevil said one two"
     assert records[0]["ts"].endswith("+00:00")
 

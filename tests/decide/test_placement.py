@@ -306,8 +306,12 @@ def test_a_worker_whose_fetches_fail_asks_ever_more_rarely_until_a_slice_is_prov
     assert pauses[:4] == pytest.approx([2.0, 4.0, 8.0, 16.0], abs=0.5)
     assert pauses[-1] == 300.0
     player = at_stage(Stage.SERVING, player)
-    player.hears(NothingOffered(2.0))
-    assert player.mind.next_at() == player.now + 2.0
+    player.hears(OfferReceived(lease(2), 15.0))
+    player.hears(StepFailed("lease 2", retry=True))
+    failed_at = player.now
+    player.hears(Drained("lease 2"))
+    player.waits_for(PollHub)
+    assert player.now == pytest.approx(failed_at + 2.0, abs=0.5)
 
 
 def test_what_is_held_is_listed_as_busy():

@@ -38,6 +38,8 @@ def test_pairs_of_the_ledger_and_who_is_here_is_not_pushed_out_by_newcomers():
     ledger.attach(ann, part)
     ledger.begin_trial(ann, part, "192.0.2.1", 0.0)
     ledger.right(ann, part, 0.0)
+    ledger.detach(ann, part)
+    ledger.attach(ann, part)  # who came back is here
     for number in range(1000):
         ledger.attach(PeerId(f"peer {number}"), part)
     assert largest_table(ledger) == 50

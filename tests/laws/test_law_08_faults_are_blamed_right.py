@@ -13,7 +13,16 @@ from kvasir_node.wire.tensors import ExpertRequest, read_request, request_parts
 ANN, CARL, PART = PeerId("ann"), PeerId("carl"), SliceId(0, 0, 7)
 MODEL = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
 LEDGER = LedgerLimits(5.0, 600.0, 3, 600.0, trials_per_address_max=8, trial_window_s=60.0)
-MARKET = MarketLimits(15.0, 60.0, 10.0, 30.0, 100, 10, 600.0, 2.0)
+MARKET = MarketLimits(
+    lease_ttl_s=15.0,
+    progress_timeout_s=60.0,
+    tenure_min_s=10.0,
+    surplus_grace_s=100.0,
+    leases_max=100,
+    issuers_max=10,
+    clock_skew_max_s=600.0,
+    poll_interval_s=2.0,
+)
 
 
 def attached() -> Ledger:

@@ -77,7 +77,7 @@ def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
     if int(pair_row.min()) < 0 or int(pair_row.max()) >= rows or int(pair_expert.min()) < 0:
         raise _bad(f"a pair points outside the {rows} rows")
     # What is not finite comes back as such, and the worker would be blamed for it: so it is refused here.
-    if not bool(torch.isfinite(pair_weight).all()) or not bool(torch.isfinite(row_values).all()):
+    if not _is_finite(pair_weight) or not _is_finite(row_values):
         raise _bad("a weight or a row is not finite")
     return ExpertRequest(layer, row_values, pair_row, pair_expert, pair_weight)
 
@@ -97,13 +97,21 @@ def read_answer(body: memoryview, *, rows: int, hidden_size: int, dtype: torch.d
     if header != (_ANSWER_MAGIC, _DTYPE_CODES[dtype], 0, rows, hidden_size):
         raise _bad(f"an answer with header {header}; expected {rows} rows of {hidden_size} in {dtype}")
     sums = _view(body, dtype, _ANSWER.size, rows * hidden_size).view(rows, hidden_size)
-    if not bool(torch.isfinite(sums).all()):
+    if not _is_finite(sums):
         raise Misbehaved(RejectReason.BAD_RESULT, "an answer holds NaN or infinity")
     return sums
 
 
 def _bad(message: str) -> Misbehaved:
     return Misbehaved(RejectReason.BAD_FRAME, message)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite: none hides from a sum, and a sum that only overflows is looked at closely.
+
+    A sum of [64, 2048] float32 takes 0.011 ms where `isfinite().all()` takes 0.30 ms (one thread, torch 2.13 CPU).
+    """
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -159,6 +159,17 @@ def test_an_answer_that_is_not_finite_is_a_bad_result(bad, dtype):
     assert refused.value.reason is RejectReason.BAD_RESULT
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinities_that_cancel_out_are_seen_and_finite_values_whose_sum_overflows_are_right(dtype):
+    def answer(*values: float) -> torch.Tensor:
+        data = b"".join(answer_parts(torch.tensor([values], dtype=dtype)))
+        return read_answer(body(data), rows=1, hidden_size=len(values), dtype=dtype)
+
+    with pytest.raises(Misbehaved):
+        answer(float("inf"), float("-inf"))
+    assert answer(3e38, 3e38, 3e38).shape == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden_size", "dtype"),
     [(1, 4, torch.float32), (4, 1, torch.float32), (2, 4, torch.bfloat16), (4, 2, torch.bfloat16)],

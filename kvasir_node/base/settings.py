@@ -85,7 +85,7 @@ class FanoutSettings:
     trial_window_s: float = 60 * SECONDS
     cool_off_s: float = 5 * SECONDS  # first pause after a failure; doubles with each one
     cool_off_max_s: float = 10 * MINUTES
-    ban_after: int = 5  # failures without a success between them
+    ban_after: int = 5  # wrong answers without a right one between them
     proof_ttl_s: float = 10 * MINUTES  # proof ends this long after the last right answer
     in_flight_max: int = 8  # calls under way to one worker
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 DEMAND_KIND = "demand"
 TABLE_KIND = "table"
 IN_FLIGHT_MAX = 16  # calls of one peer
+MODELS_MAX = 4096  # whose names are remembered
 ROWS_MAX = 1500  # of a gossiped table; about 36 bytes each
 
 
@@ -56,6 +57,7 @@ class Hub:
         *,
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._peer_id = peer_id
@@ -65,10 +67,11 @@ class Hub:
         self._secret = secret
         self._addresses = addresses
         self._table_changed = table_changed
-        self._epoch = time.time_ns() // 1_000_000
+        self._wall = wall
+        self._epoch = int(wall() * 1000)
         self._sequence = 0
         self._changed = trio.Event()
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # of models that were lately wanted
         self._market = Market(
             MarketLimits(
                 lease_ttl_s=settings.lease_ttl_s,
@@ -144,11 +147,27 @@ class Hub:
             addresses=said.addresses,
             wants=said.wants,
         )
-        refused = self._market.report(demand, trio.current_time(), time.time())
+        refused = self._market.report(demand, trio.current_time(), self._wall())
         if refused is not None:
-            skew_s = said.issued_at - time.time()
-            raise Misbehaved(refused, f"demand refused as {refused}: sequence {said.sequence}, clock {skew_s:+.0f} s")
-        self._names[said.model] = said.model_name
+            raise Misbehaved(refused, self._refusal(refused, said))
+        self._names.pop(said.model, None)
+        self._names.pop(said.model, None)
+        self._names[said.model] = said.model_name  # newest last
+        if len(self._names) > MODELS_MAX:
+            del self._names[next(iter(self._names))]
+        if len(self._names) > self._settings.issuers_max:
+            del self._names[next(iter(self._names))]
+
+    def _refusal(self, reason: RejectReason, said: DemandRecord) -> str:
+        skew_s = said.issued_at - self._wall()
+        if abs(skew_s) > self._settings.clock_skew_max_s:
+            return f"clock skew: {skew_words(skew_s)}; set the clocks right"
+        if reason is RejectReason.STALE:
+            return (
+                f"demand of epoch {said.epoch}, sequence {said.sequence} was here already, or newer; a coordinator "
+                "that was restarted with an earlier clock is heard again when its clock is past the last report"
+            )
+        return f"demand is refused: {reason}; this hub serves {self._settings.issuers_max} coordinators at most"
 
     def _on_poll(self, peer: PeerId, poll: Poll) -> bytes:
         answer = self._market.poll(
@@ -179,7 +198,7 @@ class Hub:
         table = DemandTable(
             epoch=self._epoch,
             sequence=self._sequence,
-            issued_at=time.time(),
+            issued_at=self._wall(),
             ttl_s=self._settings.demand_ttl_s,
             addresses=tuple(self._addresses()),
             rows=rows,
@@ -200,6 +219,11 @@ class Hub:
         )
 
 
+def skew_words(skew_s: float) -> str:
+    """How far a clock that is read elsewhere is from the one here."""
+    return f"the sender's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the reader's"
+
+
 class TableReader:
     """Keeps the newest table of each hub and knows how many copies are open; for gossip validators and workers.
 
@@ -209,10 +233,12 @@ class TableReader:
 
     HUBS_MAX = 64
 
-    def __init__(self, secret: bytes, clock_skew_max_s: float) -> None:
+    def __init__(self, secret: bytes, clock_skew_max_s: float, wall: Callable[[], float] = time.time) -> None:
         self._secret = secret
         self._clock_skew_max_s = clock_skew_max_s
+        self._wall = wall
         self._tables: dict[PeerId, tuple[DemandTable, float]] = {}  # hub -> table, good until
+        self._skews: dict[PeerId, tuple[float, float]] = {}  # hub -> skew in s, told until
 
     def take(self, data: bytes) -> bool:
         """Checks and keeps a gossiped table; False when it changes nothing."""
@@ -229,12 +255,26 @@ class TableReader:
         known = self._tables.get(hub)
         if known is not None and (table.epoch, table.sequence) <= (known[0].epoch, known[0].sequence):
             return False
-        if abs(table.issued_at - time.time()) > self._clock_skew_max_s or (
-            known is None and len(self._tables) >= self.HUBS_MAX
-        ):
+        skew_s = table.issued_at - self._wall()
+        if abs(skew_s) > self._clock_skew_max_s:
+            self._note_skew(hub, skew_s, table.ttl_s)
             return False
+        if known is None and len(self._tables) >= self.HUBS_MAX:
+            return False
+        self._skews.pop(hub, None)
         self._tables[hub] = (table, trio.current_time() + table.ttl_s)
         return True
+
+    def _note_skew(self, hub: PeerId, skew_s: float, ttl_s: float) -> None:
+        self._skews.pop(hub, None)
+        self._skews[hub] = (skew_s, trio.current_time() + ttl_s)
+        if len(self._skews) > self.HUBS_MAX:
+            del self._skews[next(iter(self._skews))]
+
+    def skews(self) -> dict[PeerId, float]:
+        """Hubs whose tables were lately refused for their clock: seconds that it is ahead of ours."""
+        now = trio.current_time()
+        return {hub: skew_s for hub, (skew_s, until) in self._skews.items() if until > now}
 
     def open_copies(self) -> int:
         """Copies that the fresh tables say are open; hubs of one swarm tell of the same demand, so the most counts."""

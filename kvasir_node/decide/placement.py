@@ -95,6 +95,7 @@ class PlacementLimits:
     table_ttl_s: float = 30.0  # after this long without a table nothing is known
     retry_max_s: float = 600.0  # a hub that asks for more patience than this gets this much
     failure_pause_max_s: float = 300.0  # polls pause after a failed fetch or load: an interval, doubling, up to this
+    hubs_per_round: int = 4  # hubs that are asked, in turn, in the time that one hub wants to be left alone
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class Placement:
         self._chance = chance
         self._held: dict[str, _Held] = {}
         self._hubs: tuple[PeerId, ...] = ()
-        self._polling = False  # a poll is under way
+        self._asked: PeerId | None = None  # by the poll that is under way
         self._poll_at = 0.0
         self._failures = 0  # fetches and loads, since a slice of ours was proven
         self._no_poll_before = 0.0  # because of them
@@ -173,7 +174,7 @@ class Placement:
 
     def _may_poll(self) -> bool:
         wants_more = not self._paused and len(self._held) < self._limits.slices_max
-        return wants_more and bool(self._hubs) and not self._polling
+        return wants_more and bool(self._hubs) and self._asked is None
 
     def _rarity(self, now: float) -> float:
         """How much rarer than usual to poll: much, when a fresh table says that nothing is wanted."""
@@ -185,9 +186,11 @@ class Placement:
         return now + self._chance.uniform(0, 0.25) * self._limits.poll_interval_s
 
     def _on_hubs(self, hubs: tuple[PeerId, ...], now: float) -> None:
+        """New hubs are asked first; the others keep their turn."""
         if hubs and not self._hubs:
             self._poll_at = self._soon(now)
-        self._hubs = hubs
+        known = self._hubs
+        self._hubs = (*(hub for hub in hubs if hub not in known), *(hub for hub in known if hub in hubs))
 
     def _on_demand(self, open_copies: int, now: float) -> None:
         """Demand appeared: poll soon."""
@@ -197,14 +200,20 @@ class Placement:
             self._poll_at = min(self._poll_at, self._soon(now))
 
     def _on_nothing_offered(self, retry_after_s: float, now: float) -> None:
-        """The hub says when to ask again; within reason, so that it can neither drive us nor silence us."""
-        self._polling = False
+        """The hub says when to ask again; within reason, so that it can neither drive us nor silence us.
+
+        Another hub may know of other demand, so the hubs are asked in turn.
+        """
+        if self._asked is not None:
+            self._put_last(self._asked)
+        self._asked = None
         retry_s = min(max(retry_after_s, self._limits.poll_interval_s / 10), self._limits.retry_max_s)
-        self._poll_at = now + retry_s * self._chance.uniform(0.75, 1.25) * self._rarity(now)
+        turns = max(1, min(len(self._hubs), self._limits.hubs_per_round))
+        self._poll_at = now + retry_s / turns * self._chance.uniform(0.75, 1.25) * self._rarity(now)
 
     def _on_offer(self, assignment: Assignment, ttl_s: float, now: float) -> list[Command]:
         # The next slice may be open too: ask again soon, while this one is being fetched.
-        self._polling = False
+        self._asked = None
         self._poll_at = now + self._chance.uniform(0.05, 0.15) * self._limits.poll_interval_s
         namesake = self._held.get(assignment.lease)
         if namesake is not None and namesake.hub == assignment.hub:
@@ -219,7 +228,7 @@ class Placement:
         return [Fetch(assignment)]
 
     def _on_poll_failed(self, hub: PeerId, now: float) -> None:
-        self._polling = False
+        self._asked = None
         self._put_last(hub)
         self._poll_at = now + self._limits.poll_interval_s * self._chance.uniform(0.5, 1.5)
 
@@ -349,8 +358,8 @@ class Placement:
             if held.attach_at is not None and now >= held.attach_at:
                 commands.append(self._attach(held))
         if self._may_poll() and now >= max(self._poll_at, self._no_poll_before):
-            self._polling = True
-            commands.append(PollHub(self._hubs[0]))
+            self._asked = self._hubs[0]
+            commands.append(PollHub(self._asked))
         return commands
 
 

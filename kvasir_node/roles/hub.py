@@ -151,11 +151,8 @@ class Hub:
         if refused is not None:
             raise Misbehaved(refused, self._refusal(refused, said))
         self._names.pop(said.model, None)
-        self._names.pop(said.model, None)
         self._names[said.model] = said.model_name  # newest last
         if len(self._names) > MODELS_MAX:
-            del self._names[next(iter(self._names))]
-        if len(self._names) > self._settings.issuers_max:
             del self._names[next(iter(self._names))]
 
     def _refusal(self, reason: RejectReason, said: DemandRecord) -> str:

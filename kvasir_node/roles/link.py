@@ -1,7 +1,7 @@
 """A worker's link to one coordinator: attach, answer its calls, detach.
 
 One long-lived call stream, opened by the worker, over which the coordinator calls. It does not know leases' times or
-how weights came here.
+how weights came here. Whatever the coordinator sends ends at most this link, never the worker.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import trio
 
-from kvasir_node.base.errors import KvasirError, Misbehaved, Overloaded, RejectReason
+from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, Overloaded, RejectReason
 from kvasir_node.base.ids import ModelId, PeerId
 from kvasir_node.decide.placement import Assignment, StandingTold
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Transport
+from kvasir_node.roles.download import RunBlocking
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
 from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_request
 
@@ -33,12 +33,12 @@ Compute = Callable[[ExpertShard, ExpertRequest], torch.Tensor]
 def compute_here(shard: ExpertShard, request: ExpertRequest) -> torch.Tensor:
     """The honest Compute."""
     pairs = (request.pair_row.long(), request.pair_expert.long(), request.pair_weight)
-    rows = request.rows.to(shard.device)
-    return shard.compute(request.layer, rows, *pairs).to("cpu", request.rows.dtype)
+    on_device = [tensor.to(shard.device) for tensor in (request.rows, *pairs)]
+    return shard.compute(request.layer, *on_device).to("cpu", request.rows.dtype)
 
 
 class Link:
-    """See the module. `computed(rows)` is called after each answered call."""
+    """See the module. `open`, then `run` in a task. `computed(rows)` is called after each answered call."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Link:
         body_bytes_max: int,
         in_flight_max: int,
         compute: Compute,
-        limiter: trio.CapacityLimiter,
+        run_blocking: RunBlocking,
         computed: Callable[[int], None],
         standing_told: Callable[[StandingTold], None],
     ) -> None:
@@ -59,7 +59,7 @@ class Link:
         self._body_bytes_max = body_bytes_max
         self._in_flight_max = in_flight_max
         self._compute = compute
-        self._limiter = limiter
+        self._run_blocking = run_blocking
         self._computed = computed
         self._standing_told = standing_told
         self._assignments: dict[str, Assignment] = {}
@@ -69,16 +69,11 @@ class Link:
         self._calls: CallStream | None = None
 
     def leases(self) -> tuple[str, ...]:
+        """Those whose slice the coordinator has been offered, or may have been."""
         return tuple(self._assignments)
 
-    async def run(
-        self,
-        transport: Transport,
-        ended: Callable[[Link], None],
-        *,
-        task_status: Any = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Serves until the stream ends or `close`. Raises Unreachable when the stream cannot be opened."""
+    async def open(self, transport: Transport) -> None:
+        """Raises Unreachable. Cancel-safety: nothing is left open."""
         stream = await transport.open_stream(self.coordinator, EXPERTS_PROTOCOL)
         self._calls = CallStream(
             stream,
@@ -87,24 +82,34 @@ class Link:
             body_bytes_max=self._body_bytes_max,
             on_notice=self._on_notice,
         )
+
+    async def run(self, ended: Callable[[Link], None]) -> None:
+        """Serves until the stream ends or `close`; then calls `ended`, once. Raises nothing."""
+        calls = self._opened()
         try:
-            task_status.started()
             with self._scope:
-                await self._calls.run()
+                await calls.run()
+        except KvasirError as error:
+            logger.warning("the link to coordinator %s ended: %s", self.coordinator, error)
+        except Exception:  # the one door of a link: a bug here must not end the worker, or its other links
+            logger.exception("the link to coordinator %s ended by a bug of ours", self.coordinator)
         finally:
             ended(self)
-            with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]  (libp2p brings outdated trio stubs)
-                await stream.reset()
+            await calls.stream.reset()
 
     def close(self) -> None:
         self._scope.cancel()
 
     async def attach(self, assignment: Assignment) -> None:
-        """Offers a loaded slice. Raises PeerError."""
-        body = Attachment(self.model, (assignment.slice,)).to_bytes()
+        """Offers a loaded slice. Raises PeerError, or what the coordinator answered.
+
+        After a timeout or a cancel the coordinator may have heard the offer, so the slice is still ours to `detach`.
+        """
         self._assignments[assignment.lease] = assignment
         try:
-            await self._call(ExpertsMethod.ATTACH, body)
+            await self._call(ExpertsMethod.ATTACH, assignment)
+        except CallTimeout:
+            raise
         except KvasirError:
             self._assignments.pop(assignment.lease, None)
             raise
@@ -114,7 +119,7 @@ class Link:
         if self._assignments.pop(assignment.lease, None) is None:
             return False
         try:
-            await self._call(ExpertsMethod.DETACH, Attachment(self.model, (assignment.slice,)).to_bytes())
+            await self._call(ExpertsMethod.DETACH, assignment)
         except KvasirError as error:
             logger.info("coordinator %s was not told that %s is left: %s", self.coordinator, assignment.slice, error)
             return False
@@ -125,9 +130,13 @@ class Link:
         if self._in_flight:
             await self._idle.wait()
 
-    async def _call(self, method: ExpertsMethod, body: bytes) -> None:
-        assert self._calls is not None
-        await self._calls.call(int(method), body, timeout_s=ATTACH_TIMEOUT_S)
+    def _opened(self) -> CallStream:
+        assert self._calls is not None, "a link is opened before it is used"
+        return self._calls
+
+    async def _call(self, method: ExpertsMethod, assignment: Assignment) -> None:
+        body = Attachment(self.model, (assignment.slice,)).to_bytes()
+        await self._opened().call(int(method), body, timeout_s=ATTACH_TIMEOUT_S)
 
     async def _handle(self, method: int, body: memoryview) -> Sequence[bytes | memoryview]:
         if method == ExpertsMethod.COMPUTE:
@@ -136,19 +145,28 @@ class Link:
 
     async def _answer(self, body: memoryview) -> Sequence[bytes | memoryview]:
         request = read_request(body, hidden_size=self._shard.hidden_size)
-        if not set(request.pair_expert.tolist()) <= self._shard.held(request.layer):
-            raise Overloaded(f"some experts of layer {request.layer} are not held here (any more)")
+        self._check(request)
         if self._in_flight == 0:
             self._idle = trio.Event()
         self._in_flight += 1
         try:
-            sums = await trio.to_thread.run_sync(self._compute, self._shard, request, limiter=self._limiter)
+            sums = await self._run_blocking(self._compute, self._shard, request)
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._idle.set()
         self._computed(request.rows.shape[0])
         return answer_parts(sums)
+
+    def _check(self, request: ExpertRequest) -> None:
+        held = self._shard.held(request.layer)
+        if not set(request.pair_expert.tolist()) <= held:
+            raise Overloaded(f"some experts of layer {request.layer} are not held here (any more)")
+        rows, pairs = request.rows.shape[0], request.pair_row.shape[0]
+        if pairs > rows * len(held):  # a pair costs 12 bytes on the wire and a whole row in memory
+            raise Misbehaved(
+                RejectReason.TOO_MANY, f"{pairs} pairs for {rows} rows and {len(held)} experts repeat some"
+            )
 
     def _on_notice(self, method: int, body: memoryview) -> None:
         if method != ExpertsMethod.STANDING:

@@ -6,20 +6,17 @@ It does not know HTTP, the terminal or signals. `open_node` is one async context
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import trio
 
 import kvasir_node
-from kvasir_node.base.errors import CapacityError, DataError, KvasirError, UsageError
+from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, Misbehaved
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import Cid, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
@@ -36,17 +33,19 @@ from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import open_libp2p_transport
 from kvasir_node.net.rpc import one_call
+from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
 from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, read_block
 from kvasir_node.roles.coordinator import Coordinator
 from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
-from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader
+from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
 from kvasir_node.roles.library import open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
+from kvasir_node.roles.swarm_key import SwarmKey, read_swarm_key
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
@@ -60,7 +59,7 @@ from kvasir_node.wire.messages import (
     DemandTable,
     MarketMethod,
 )
-from kvasir_node.wire.ticket import PREFIX, SECRET_BYTES, Ticket, read_ticket, swarm_id, write_ticket
+from kvasir_node.wire.ticket import Ticket, swarm_id, write_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -78,50 +77,11 @@ class ServedModel:
     created_at: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Swarm:
-    """Which swarm this node is in, and where it wants to connect."""
-
-    secret: bytes
-    join: tuple[str, ...]
-
-
-def _read_swarm(settings: Settings, data_dir: Path) -> _Swarm:
-    """The secret of the tickets in `network.join`, else the one kept in the data directory, else a new one."""
-    addresses: list[str] = []
-    secret: bytes | None = None
-    for item in settings.network.join:
-        if not item.startswith(PREFIX):
-            addresses.append(item)
-            continue
-        ticket = read_ticket(item)
-        if secret not in (None, ticket.secret):
-            raise UsageError("the tickets given with --join are of different swarms; a node is in one")
-        secret = ticket.secret
-        addresses += ticket.addresses
-    return _Swarm(_kept_secret(data_dir / "swarm.key", secret), tuple(dict.fromkeys(addresses)))
-
-
-def _kept_secret(path: Path, given: bytes | None) -> bytes:
-    """Reads or makes the file with the swarm's secret (mode 0600); a given one replaces it."""
-    if given is None and path.exists():
-        kept = path.read_bytes()
-        if len(kept) != SECRET_BYTES:
-            raise DataError(f"{path} must hold {SECRET_BYTES} bytes, it has {len(kept)}; remove it for a new swarm")
-        return kept
-    secret = secrets.token_bytes(SECRET_BYTES) if given is None else given
-    temporary = path.with_suffix(".tmp")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(secret)
-    temporary.replace(path)
-    return secret
-
-
 class Node:
     """A running node; see surfaces/ports.py for what each public method promises."""
 
     def __init__(
-        self, settings: Settings, transport: Transport, membership: Membership, gossip: Gossip, swarm: _Swarm
+        self, settings: Settings, transport: Transport, membership: Membership, gossip: Gossip, swarm: SwarmKey
     ) -> None:
         self._settings = settings
         self._transport = transport
@@ -138,7 +98,8 @@ class Node:
             is_hub="hub" in settings.node.roles,
             hubs_changed=self._on_hubs,
         )
-        self._joiner = Joiner(transport, join_targets(swarm.join))
+        self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member)
+        self._demand_refusals: dict[PeerId, str] = {}  # by hub
         self.coordinator: Coordinator | None = None
         self.hub: Hub | None = None
         self.worker: Worker | None = None
@@ -188,35 +149,57 @@ class Node:
 
     async def start(self, nursery: trio.Nursery) -> None:
         """Starts everything that was added; ready to serve when this returns."""
-        nursery.start_soon(self._membership.run)
-        nursery.start_soon(self._peers.run)
-        nursery.start_soon(self._joiner.run)
-        if self.hub is not None:
-            nursery.start_soon(self.hub.run)
+        self._keep_running(nursery, "the membership", self._membership.run)
+        self._keep_running(nursery, "the list of peers", self._peers.run)
         if self.coordinator is not None:
-            await nursery.start(self.coordinator.run, self._send_demand, self._transport.addresses)
+            started = trio.Event()
+            self._keep_running(nursery, "the coordinator", lambda: self._run_coordinator(started))
+            await started.wait()
+        if self.hub is not None:
+            self._keep_running(nursery, "the hub", self.hub.run)
         if self.worker is not None:
-            nursery.start_soon(self.worker.run)
-            nursery.start_soon(self._follow_tables)
+            self._keep_running(nursery, "the worker", self.worker.run)
+            self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
+        self._keep_running(nursery, "joining", self._joiner.run)
+
+    def _keep_running(self, nursery: trio.Nursery, what: str, task: Callable[[], Awaitable[None]]) -> None:
+        """What one of these raises is a bug and ends the node, under the name of the part that had it."""
+
+        async def run() -> None:
+            try:
+                with single_error_unwrapped():
+                    await task()
+            except Exception as error:
+                logger.exception("%s ended by a bug; the node cannot go on", what)
+                raise BugError(f"{what} ended unexpectedly: {type(error).__name__}: {error}") from error
+
+        nursery.start_soon(run)
+
+    async def _run_coordinator(self, started: trio.Event) -> None:
+        assert self.coordinator is not None
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.coordinator.run, self._send_demand, self._transport.addresses)
+            started.set()
 
     # Wires between roles ----------------------------------------------------------------------------------------
 
     def _on_hubs(self, hubs: tuple[PeerId, ...]) -> None:
+        self._demand_refusals = {hub: words for hub, words in self._demand_refusals.items() if hub in hubs}
         if self.worker is not None:
-            self.worker.post(HubsKnown(hubs))
+            self.worker.tell(HubsKnown(hubs))
         if self.coordinator is not None:
             self.coordinator.hubs_changed()
 
     def _on_table(self, hub: PeerId, table: DemandTable) -> None:
         if self._tables.keep(hub, table) and self.worker is not None:
-            self.worker.post(DemandSeen(self._tables.open_copies()))
+            self.worker.tell(DemandSeen(self._tables.open_copies()))
 
     async def _follow_tables(self) -> None:
         """Hears the tables of other hubs; the validator keeps what is new and true."""
         received = await self._gossip.subscribe(self._topic, lambda _, data: self._tables.take(data))
         async for _ in received:
             assert self.worker is not None
-            self.worker.post(DemandSeen(self._tables.open_copies()))
+            self.worker.tell(DemandSeen(self._tables.open_copies()))
 
     async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
         if hub == self._transport.peer_id and self.hub is not None:
@@ -234,7 +217,12 @@ class Node:
         try:
             await self._ask_hub(hub, MarketMethod.REPORT, sealed)
         except KvasirError as error:
-            logger.warning("hub %s did not take our demand: %s", self._peers.name_of(hub), error)
+            words = f"hub {self._peers.name_of(hub)} did not take our demand: {error}"
+            logger.warning("%s", words)
+            if isinstance(error, Misbehaved):  # it heard us and refused; a lost hub is the joiner's to tell
+                self._demand_refusals[hub] = words
+        else:
+            self._demand_refusals.pop(hub, None)
 
     async def _require_member(self, peer: PeerId) -> None:
         await self._membership.require(peer, MEMBER_TIMEOUT_S)
@@ -305,9 +293,14 @@ class Node:
         )
 
     def _warnings(self) -> tuple[str, ...]:
-        warnings = list(self._joiner.warnings())
+        warnings = [*self._joiner.warnings(), *self._demand_refusals.values()]
+        for hub, skew_s in self._tables.skews().items():
+            name = self._peers.name_of(hub)
+            warnings.append(f"the demand table of hub {name} is refused: clock skew: {skew_words(skew_s)}")
         if self.worker is not None and not self._peers.hubs():
             warnings.append("no hub is connected, so this worker finds no work; join a swarm with --join TICKET")
+        if self.worker is not None:
+            warnings += self.worker.problems()
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
             warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
         return tuple(warnings)
@@ -343,13 +336,13 @@ def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> Load
 async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncIterator[Node]:
     """A node with the roles of the settings, ready to serve, until the block ends.
 
-    Raises UsageError, DataError and CapacityError for what the
-    settings ask for and cannot be had.
+    Raises UsageError, DataError and CapacityError for what the settings ask for and cannot be had; BugError, inside
+    the block, when a part of the node ends by a bug.
     """
     data_dir = data_dir_of(settings)
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     keep_torch_cache(data_dir)
-    swarm = _read_swarm(settings, data_dir)
+    swarm = read_swarm_key(settings.network.join, data_dir)
     roles = settings.node.roles
     store, catalog = await trio.to_thread.run_sync(open_library, settings)
     model = await trio.to_thread.run_sync(_open_model, settings, catalog, store) if "coordinator" in roles else None

@@ -6,27 +6,36 @@ It does not know what any role does. `Joiner` keeps the connections that the set
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
-from kvasir_node.base.errors import Misbehaved, Unreachable, UsageError
+from kvasir_node.base.errors import Misbehaved, PeerError, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
-from kvasir_node.net.hello import Membership
+from kvasir_node.net.dialler import parse_addresses
+from kvasir_node.net.hello import MemberJoined, Membership
 from kvasir_node.net.transport import Transport
 from kvasir_node.wire.messages import About
 
 logger = logging.getLogger(__name__)
 
 NAMES_MAX = 4096
-JOIN_PAUSE_S = 1.0  # after a failed attempt; doubles ...
+JOIN_PAUSE_S = 0.5  # after a failed attempt; doubles ...
+JOIN_PAUSE_SHORT_S = 4.0  # ... up to this
+JOIN_HASTE_S = 120.0  # ... and after so long without success
 JOIN_PAUSE_MAX_S = 30.0  # ... up to this
 JOIN_CHECK_S = 1.0  # a connection that was lost is noticed within this
 
+RequireMember = Callable[[PeerId], Awaitable[None]]
+"""Returns when the peer has proven its membership; raises PeerError."""
+
 
 class Peers:
-    """Members that are connected now. `hubs_changed` hears the hubs, ourselves first if we are one."""
+    """Members that are connected now. `hubs_changed` hears the hubs, ourselves first if we are one.
+
+    It is also called when a hub joined anew that was here before: it may have been restarted and know nothing.
+    """
 
     def __init__(
         self, membership: Membership, own: PeerId, *, is_hub: bool, hubs_changed: Callable[[tuple[PeerId, ...]], None]
@@ -34,27 +43,39 @@ class Peers:
         self._membership = membership
         self._own = (own,) if is_hub else ()
         self._hubs_changed = hubs_changed
-        self._about: dict[PeerId, About] = {}
+        self._about: dict[PeerId, About | None] = {}  # None: what it says cannot be read
         self._names: dict[PeerId, str] = {}  # also of those that left: a report on a lost worker should name it
         self._events = membership.watch()
 
     async def run(self) -> None:
         """Follows the membership until cancelled."""
         self._refresh()
-        async for _ in self._events:
+        self._hubs_changed(self.hubs())
+        async for event in self._events:
+            before = self.hubs()
+            if isinstance(event, MemberJoined):
+                self._about.pop(event.peer, None)
             self._refresh()
+            hubs = self.hubs()
+            if hubs != before or (isinstance(event, MemberJoined) and event.peer in hubs):
+                self._hubs_changed(hubs)
 
     def _refresh(self) -> None:
-        before = self.hubs()
-        self._about = {}
-        for peer in self._membership.members():
-            try:
-                self._about[peer] = About.from_bytes(self._membership.about(peer))
-                self._remember(peer, self._about[peer].name)
-            except (Unreachable, Misbehaved) as error:
-                logger.warning("member %s says nothing readable about itself: %s", peer, error)
-        if self.hubs() != before or not before:
-            self._hubs_changed(self.hubs())
+        """Reads what new members say, and forgets those that left: also when their events were lost."""
+        members = self._membership.members()
+        self._about = {peer: about for peer, about in self._about.items() if peer in set(members)}
+        for peer in members:
+            if peer not in self._about:
+                self._about[peer] = self._read(peer)
+
+    def _read(self, peer: PeerId) -> About | None:
+        try:
+            about = About.from_bytes(self._membership.about(peer))
+        except (Unreachable, Misbehaved) as error:
+            logger.warning("member %s says nothing readable about itself: %s", peer, error)
+            return None
+        self._remember(peer, about.name)
+        return about
 
     def _remember(self, peer: PeerId, name: str) -> None:
         self._names.pop(peer, None)
@@ -63,10 +84,11 @@ class Peers:
             del self._names[next(iter(self._names))]
 
     def hubs(self) -> tuple[PeerId, ...]:
-        return (*self._own, *(peer for peer, about in self._about.items() if "hub" in about.roles))
+        others = (peer for peer, about in self._about.items() if about is not None and "hub" in about.roles)
+        return (*self._own, *others)
 
     def about(self) -> dict[PeerId, About]:
-        return dict(self._about)
+        return {peer: about for peer, about in self._about.items() if about is not None}
 
     def name_of(self, peer: PeerId) -> str:
         return self._names.get(peer) or f"…{peer[-8:]}"
@@ -81,24 +103,28 @@ class JoinTarget:
 
 
 def join_targets(addresses: Sequence[str]) -> tuple[JoinTarget, ...]:
-    """Groups multiaddrs by the peer they end in; raises UsageError for one that names no peer."""
+    """Groups multiaddrs by the peer they end in; raises UsageError for one that cannot be read, or names no peer."""
     by_peer: dict[PeerId, list[str]] = {}
     for address in addresses:
-        _, found, peer = address.rpartition("/p2p/")
-        if not found or not address.startswith("/"):
+        if not address.startswith("/"):
             raise UsageError(
                 f"--join takes a ticket (kvasir1…) or an address that ends in /p2p/PEER; got {address[:80]!r}"
             )
-        by_peer.setdefault(PeerId(peer), []).append(address)
+        peer, _ = parse_addresses([address])
+        by_peer.setdefault(peer, []).append(address)
     return tuple(JoinTarget(peer, tuple(found)) for peer, found in by_peer.items())
 
 
 class Joiner:
-    """Keeps connected to the targets, each by itself, with growing pauses; tells why one is not."""
+    """Keeps connected to the targets, and in one swarm with them, each by itself; tells why one is not.
 
-    def __init__(self, transport: Transport, targets: Sequence[JoinTarget]) -> None:
+    Pauses grow, but stay short at first: a hub that is restarted should be found again before leases end.
+    """
+
+    def __init__(self, transport: Transport, targets: Sequence[JoinTarget], require_member: RequireMember) -> None:
         self._transport = transport
         self._targets = [target for target in targets if target.peer != transport.peer_id]
+        self._require_member = require_member
         self._problems: dict[PeerId, str] = {}
 
     def warnings(self) -> tuple[str, ...]:
@@ -111,14 +137,30 @@ class Joiner:
 
     async def _keep(self, target: JoinTarget) -> None:
         pause_s = JOIN_PAUSE_S
+        lost_at: float | None = None
         while True:
-            try:
-                await self._transport.connect(target.addresses)
+            problem = await self._problem_of(target)
+            if problem is None:
                 self._problems.pop(target.peer, None)
-                pause_s = JOIN_PAUSE_S
+                pause_s, lost_at = JOIN_PAUSE_S, None
                 await trio.sleep(JOIN_CHECK_S)
-            except Unreachable as error:
-                self._problems[target.peer] = f"cannot reach {target.peer}: {error}"
-                logger.warning("%s; trying again in %.0f s", self._problems[target.peer], pause_s)
-                await trio.sleep(pause_s)
-                pause_s = min(JOIN_PAUSE_MAX_S, 2 * pause_s)
+                continue
+            now = trio.current_time()
+            lost_at = now if lost_at is None else lost_at
+            if self._problems.get(target.peer) != problem:
+                logger.warning("%s; trying again", problem)
+            self._problems[target.peer] = problem
+            await trio.sleep(pause_s)
+            pause_s = min(JOIN_PAUSE_MAX_S if now - lost_at > JOIN_HASTE_S else JOIN_PAUSE_SHORT_S, 2 * pause_s)
+
+    async def _problem_of(self, target: JoinTarget) -> str | None:
+        """Connects and waits for the mutual proof; why not, in words."""
+        try:
+            await self._transport.connect(target.addresses)
+        except PeerError as error:
+            return f"cannot reach {target.peer}: {error}"
+        try:
+            await self._require_member(target.peer)
+        except PeerError as error:
+            return f"cannot join: {error}; a node joins with a ticket of that very swarm (`kvasir-node ticket` there)"
+        return None

@@ -1,7 +1,8 @@
 """The worker: carries out what `decide/placement` decides, and computes experts for coordinators.
 
 It pulls: it asks hubs, fetches, connects out, and leaves when its lease ends. It does not know the market's rules,
-how blocks are chosen, or what a coordinator does with the sums. Whatever goes wrong becomes an event for the mind.
+how blocks are chosen, or what a coordinator does with the sums. Whatever goes wrong becomes an event for the mind:
+every task of the worker ends in `_carry_out` or `_take_step`, and no error leaves them.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 import trio
 
-from kvasir_node.base.errors import CapacityError, DataError, KvasirError, PeerError
+from kvasir_node.base.errors import KvasirError, PeerError
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import WorkerSnapshot
 from kvasir_node.decide import placement
 from kvasir_node.decide.placement import Assignment, Placement, PlacementLimits, Stage
-from kvasir_node.model.checkpoint import ExpertMaths
-from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.manifest import Manifest
-from kvasir_node.model.tensor_file import parse_expert_file
 from kvasir_node.net.transport import Transport
-from kvasir_node.roles.content import Fetcher, read_blob
+from kvasir_node.roles.content import Fetcher
+from kvasir_node.roles.download import RunBlocking
+from kvasir_node.roles.holdings import Holdings
 from kvasir_node.roles.link import Compute, Link, compute_here
-from kvasir_node.roles.loading import compute_dtype, pick_device
+from kvasir_node.roles.loading import pick_device
 from kvasir_node.wire.blobs import BlobRef
 from kvasir_node.wire.messages import LeaseVerdict, MarketMethod, Offer, Poll, Renewal, read_poll_answer
 
@@ -40,22 +40,26 @@ AskHub = Callable[[PeerId, MarketMethod, bytes], Awaitable[bytes | memoryview]]
 RequireMember = Callable[[PeerId], Awaitable[None]]
 """Returns when the peer has proven its membership; raises PeerError."""
 
-EVENTS_MAX = 1024
 UNLOAD_GRACE_S = 1.0  # calls that were on their way when we detached are still answered
+FINISH_CALLS_S = 10.0  # ... and those being computed may take this long
+PROBLEM_SHOWN_S = 60.0  # a failed step is a warning of the node for this long
 _STATE_ORDER = (Stage.SERVING, Stage.TRIAL, Stage.LOADING, Stage.FETCHING, Stage.DRAINING)
+_LinkKey = tuple[PeerId, ModelId]
 
 
-@dataclass(slots=True)
-class _Work:
-    """What the worker holds of one model."""
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A fetch, load or attach under way; made when it is commanded, so that a drain finds it even before it begins."""
 
-    manifest: Manifest
-    shard: ExpertShard
-    leases: set[str] = field(default_factory=set[str])
+    scope: trio.CancelScope = field(default_factory=lambda: trio.move_on_after(math.inf))
+    ended: trio.Event = field(default_factory=trio.Event)
 
 
 class Worker:
-    """See the module. `compute` is replaced only by the shipped faults (roles/faults.py)."""
+    """See the module. `compute` is replaced only by the shipped faults (roles/faults.py).
+
+    `run_blocking` computes: by default in one thread, inside which torch uses `node.threads`.
+    """
 
     def __init__(
         self,
@@ -66,248 +70,282 @@ class Worker:
         ask_hub: AskHub,
         require_member: RequireMember,
         compute: Compute = compute_here,
+        run_blocking: RunBlocking | None = None,
         seed: int | None = None,
     ) -> None:
+        """Raises UsageError for a device that is not there."""
         self._settings = settings
         self._transport = transport
         self._fetcher = fetcher
         self._ask_hub = ask_hub
         self._require_member = require_member
         self._compute = compute
+        self._run_blocking = run_blocking or partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(1))
         market, worker = settings.market, settings.worker
         limits = PlacementLimits(worker.slices_max, market.poll_interval_s, market.renew_interval_s)
         self._mind = Placement(limits, random.Random(seed))
-        self._send, self._events = trio.open_memory_channel[placement.Event](EVENTS_MAX)
-        self._fetched: dict[str, tuple[Manifest, Mapping[ExpertId, BlobRef]]] = {}
-        self._work: dict[ModelId, _Work] = {}
-        self._links: dict[tuple[PeerId, ModelId], Link] = {}
-        self._linking = trio.Lock()
+        device = pick_device(settings.node.device)
+        self._holdings = Holdings(worker.memory_bytes, device, fetcher.store, fetcher.run_blocking)
+        self._nursery: trio.Nursery | None = None
+        self._woken = trio.Event()  # the mind has heard something, so its next moment may be another one
+        self._settled = trio.lowlevel.ParkingLot()  # those who drain; woken whenever a task of ours is over
+        self._under_way = 0  # commands that are being carried out
+        self._steps: dict[str, _Step] = {}
+        self._fetched: dict[str, tuple[Manifest, Mapping[ExpertId, BlobRef]]] = {}  # and not loaded yet
         self._progress: dict[str, int] = {}
-        self._limiter = trio.CapacityLimiter(1)  # one computing thread; torch uses node.threads inside it
-        self._emptied = trio.Event()
-        self._steps: dict[str, trio.CancelScope] = {}
+        self._links: dict[_LinkKey, Link] = {}
+        self._linking: dict[_LinkKey, trio.Event] = {}
+        self._problem: tuple[str, float] | None = None  # and until when it is shown
         self.calls = 0
         self.rows = 0
 
-    def post(self, event: placement.Event) -> None:
-        """Tells the mind something. A full queue would mean that it is stuck, which is our bug, so it raises."""
-        self._send.send_nowait(event)
+    def tell(self, event: placement.Event) -> None:
+        """Tells the mind something; what it commands is begun at once. Before `run` only what commands nothing."""
+        self._handle(event)
+        self._woken.set()
 
     async def run(self) -> None:
         """Asks, fetches, serves and leaves, until cancelled."""
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             while True:
-                event: placement.Event = placement.Tick()
-                deadline = self._mind.next_at()
-                with trio.move_on_at(float("inf") if deadline is None else deadline):
-                    event = await self._events.receive()
-                for command in self._mind.handle(event, trio.current_time()):
-                    nursery.start_soon(self._carry_out, command, nursery)
-                if self._mind.paused and not self._mind.stages():
-                    self._emptied.set()
+                self._woken = trio.Event()
+                next_at = self._mind.next_at()
+                with trio.move_on_at(math.inf if next_at is None else next_at):
+                    await self._woken.wait()
+                self._handle(placement.Tick())
 
     async def drain(self) -> None:
-        """Gives everything back in good order. Cancel-safe; returns when nothing is held."""
-        self._emptied = trio.Event()
-        self.post(placement.Paused())
-        await self._emptied.wait()
+        """Gives everything back in good order; returns when nothing is held and nobody is left to be told.
 
-    async def _carry_out(self, command: placement.Command, nursery: trio.Nursery) -> None:
+        Bounded by the timeouts of its calls, also when hub and coordinator are frozen. Cancel-safe.
+        """
+        self.tell(placement.Paused())
+        while self._mind.stages() or self._under_way:
+            await self._settled.park()
+
+    def problems(self) -> tuple[str, ...]:
+        """What lately kept this worker from work, in words."""
+        if self._problem is None or trio.current_time() >= self._problem[1]:
+            return ()
+        return (self._problem[0],)
+
+    # Commands -------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: placement.Event) -> None:
+        for command in self._mind.handle(event, trio.current_time()):
+            self._begin(command)
+
+    def _begin(self, command: placement.Command) -> None:
         match command:
             case placement.PollHub(hub):
-                await self._poll(hub)
+                self._start(partial(self._poll, hub), placement.PollFailed(hub))
             case placement.RenewLease(hub, assignment, serving):
-                await self._renew(hub, assignment, serving)
+                failed = placement.RenewFailed(assignment.lease, hub)
+                self._start(partial(self._renew, hub, assignment, serving), failed)
             case placement.Release(hub, assignment):
-                await self._release(hub, assignment)
+                self._start(partial(self._release, hub, assignment), None)
             case placement.Drain(assignment):
-                await self._drain(assignment)
+                step = self._steps.pop(assignment.lease, None)
+                if step is not None:
+                    step.scope.cancel()
+                self._start(partial(self._drain, assignment, step), placement.Drained(assignment.lease))
             case placement.Fetch(assignment):
-                await self._step(assignment, lambda: self._fetch(assignment))
+                self._start_step(assignment, self._fetch)
             case placement.LoadSlice(assignment):
-                await self._step(assignment, lambda: self._load(assignment))
+                self._start_step(assignment, self._load)
             case placement.Attach(assignment):
-                await self._step(assignment, lambda: self._attach(assignment, nursery))
+                self._start_step(assignment, self._attach)
 
-    async def _step(self, assignment: Assignment, act: Callable[[], Awaitable[None]]) -> None:
-        scope = self._steps[assignment.lease] = trio.move_on_after(math.inf)
+    def _start(self, act: Callable[[], Awaitable[placement.Event | None]], failed: placement.Event | None) -> None:
+        self._start_task(partial(self._carry_out, act, failed))
+
+    def _start_step(self, assignment: Assignment, act: Callable[[Assignment], Awaitable[None]]) -> None:
+        step = self._steps[assignment.lease] = _Step()
+        self._start_task(partial(self._take_step, step, assignment, partial(act, assignment)))
+
+    def _start_task(self, task: Callable[[], Awaitable[placement.Event | None]]) -> None:
+        async def run() -> None:
+            event = await task()
+            self._under_way -= 1
+            if event is not None:
+                self.tell(event)
+            self._settled.unpark_all()
+
+        assert self._nursery is not None, "only `run` gives commands"
+        self._under_way += 1
+        self._nursery.start_soon(run)
+
+    async def _carry_out(
+        self, act: Callable[[], Awaitable[placement.Event | None]], failed: placement.Event | None
+    ) -> placement.Event | None:
         try:
-            with scope:
+            return await act()
+        except KvasirError as error:
+            logger.info("%s", error)
+        except Exception:  # a door of the worker: a bug costs one command, not the node
+            logger.exception("a bug of ours, followed by %s", failed)
+        return failed
+
+    async def _take_step(
+        self, step: _Step, assignment: Assignment, act: Callable[[], Awaitable[None]]
+    ) -> placement.Event | None:
+        try:
+            with step.scope:
                 await act()
-            if scope.cancelled_caught:
-                return  # the lease ended meanwhile
+                self._advance(assignment.lease)
+                return placement.StepDone(assignment.lease)
+            return None  # the lease ended meanwhile
         except KvasirError as error:
             logger.warning("slice %s: %s", assignment.slice, error)
-            self.post(placement.StepFailed(assignment.lease, retry=isinstance(error, PeerError)))
-        else:
-            self._advance(assignment.lease)
-            self.post(placement.StepDone(assignment.lease))
+            self._note_problem(f"slice {assignment.slice} of this worker: {error}")
+            retry = isinstance(error, PeerError) and error.retryable
+        except Exception as error:  # a door of the worker: a bug costs one lease, not the node
+            logger.exception("slice %s: a bug of ours", assignment.slice)
+            self._note_problem(f"slice {assignment.slice} of this worker: a bug of ours, {type(error).__name__}")
+            retry = False
+        finally:
+            step.ended.set()
+        return placement.StepFailed(assignment.lease, retry=retry)
 
-    def _advance(self, lease: str, by: int = 1) -> None:
-        self._progress[lease] = self._progress.get(lease, 0) + by
+    def _note_problem(self, text: str) -> None:
+        self._problem = (text, trio.current_time() + PROBLEM_SHOWN_S)
+
+    def _advance(self, lease: str) -> None:
+        self._progress[lease] = self._progress.get(lease, 0) + 1
 
     # The market -----------------------------------------------------------------------------------------------
 
-    async def _poll(self, hub: PeerId) -> None:
-        stages = self._mind.stages()
-        room = self._settings.worker.memory_bytes - sum(work.shard.nbytes for work in self._work.values())
-        poll = Poll(max(0, room), have=(), busy=placement.offered(stages.values()))
-        try:
-            answer = read_poll_answer(await self._ask_hub(hub, MarketMethod.POLL, poll.to_bytes()))
-        except KvasirError as error:
-            logger.info("hub %s did not answer a poll: %s", hub, error)
-            self.post(placement.PollFailed(hub))
-            return
-        if isinstance(answer, Offer):
-            logger.info("took a lease on slice %s of %s", answer.slice, answer.model)
-            assignment = Assignment(answer.lease, answer.model, answer.slice, answer.coordinator, answer.addresses, hub)
-            self.post(placement.OfferReceived(assignment, answer.ttl_s))
-        else:
-            self.post(placement.NothingOffered(answer.retry_after_s))
+    async def _poll(self, hub: PeerId) -> placement.Event:
+        poll = Poll(self._room(), have=(), busy=placement.offered(self._mind.stages().values()))
+        answer = read_poll_answer(await self._ask_hub(hub, MarketMethod.POLL, poll.to_bytes()))
+        if not isinstance(answer, Offer):
+            return placement.NothingOffered(answer.retry_after_s)
+        logger.info("took a lease on slice %s of %s", answer.slice, answer.model)
+        assignment = Assignment(answer.lease, answer.model, answer.slice, answer.coordinator, answer.addresses, hub)
+        return placement.OfferReceived(assignment, answer.ttl_s)
 
-    async def _renew(self, hub: PeerId, assignment: Assignment, serving: bool) -> None:
+    def _room(self) -> int:
+        """Memory that is free when all that is being fetched has come; what a slice of an unknown model takes is
+        guessed to be as much as slices may have here."""
+        held = self._holdings.leases()
+        coming = 0
+        for lease, (assignment, stage) in self._mind.stages().items():
+            if lease not in held and stage is not Stage.DRAINING:
+                known = self._holdings.bytes_of(assignment.model, assignment.slice.count)
+                coming += self._settings.market.slice_bytes if known is None else known
+        return max(0, self._settings.worker.memory_bytes - self._holdings.reserved_bytes - coming)
+
+    async def _renew(self, hub: PeerId, assignment: Assignment, serving: bool) -> placement.Event:
         request = self._renewal(assignment, serving)
-        try:
-            verdict = LeaseVerdict.from_bytes(await self._ask_hub(hub, MarketMethod.RENEW, request))
-        except KvasirError as error:
-            logger.info("hub %s did not renew %s: %s", hub, assignment.slice, error)
-            self.post(placement.RenewFailed(assignment.lease, hub))
-            return
+        verdict = LeaseVerdict.from_bytes(await self._ask_hub(hub, MarketMethod.RENEW, request))
         if verdict.ttl_s <= 0:
             logger.info("the lease on slice %s ends: %s", assignment.slice, verdict.reason)
-        self.post(placement.Renewed(assignment.lease, verdict.ttl_s))
+        return placement.Renewed(assignment.lease, verdict.ttl_s)
 
     async def _release(self, hub: PeerId, assignment: Assignment) -> None:
-        try:
-            await self._ask_hub(hub, MarketMethod.RELEASE, self._renewal(assignment, serving=False))
-        except KvasirError as error:
-            logger.info("hub %s was not told of a release: %s", hub, error)  # the lease expires by itself
+        """A hub that is not told loses nothing: the lease expires by itself."""
+        await self._ask_hub(hub, MarketMethod.RELEASE, self._renewal(assignment, serving=False))
 
     def _renewal(self, assignment: Assignment, serving: bool) -> bytes:
+        progress = self._progress.get(assignment.lease, 0)
         return Renewal(
-            assignment.lease,
-            assignment.model,
-            assignment.slice,
-            assignment.coordinator,
-            serving,
-            self._progress.get(assignment.lease, 0),
+            assignment.lease, assignment.model, assignment.slice, assignment.coordinator, serving, progress
         ).to_bytes()
 
     # Fetch, load, attach, leave -------------------------------------------------------------------------------
 
     async def _fetch(self, assignment: Assignment) -> None:
-        coordinator = await self._reach(assignment)
+        await self._reach(assignment)
         self._fetched[assignment.lease] = await self._fetcher.fetch_slice(
-            (coordinator,),
+            (assignment.coordinator,),
             assignment.model,
             assignment.slice,
             progress=lambda *_: self._advance(assignment.lease),
         )
 
-    async def _reach(self, assignment: Assignment) -> PeerId:
-        addresses = [a for a in assignment.addresses if a.endswith(f"/p2p/{assignment.coordinator}")]
-        connected = any(c.peer == assignment.coordinator for c in self._transport.connections())
-        if not connected:
-            await self._transport.connect(addresses)
-        await self._require_member(assignment.coordinator)
-        return assignment.coordinator
+    async def _reach(self, assignment: Assignment) -> None:
+        """Connected to the coordinator, and both sides have proved that they are of one swarm."""
+        coordinator = assignment.coordinator
+        if not any(connection.peer == coordinator for connection in self._transport.connections()):
+            await self._transport.connect([a for a in assignment.addresses if a.endswith(f"/p2p/{coordinator}")])
+        await self._require_member(coordinator)
 
     async def _load(self, assignment: Assignment) -> None:
-        manifest, experts = self._fetched[assignment.lease]
-        work = self._work.get(assignment.model)
-        if work is None:
-            work = self._work[assignment.model] = _Work(manifest, self._new_shard(manifest))
-        work.leases.add(assignment.lease)
-        held = sum(each.shard.nbytes for each in self._work.values())
-        needed = len(experts) * work.shard.expert_bytes
-        if held + needed > self._settings.worker.memory_bytes:
-            raise CapacityError(
-                f"slice {assignment.slice} needs {needed} bytes beside the {held} that are held; "
-                f"worker.memory_bytes is {self._settings.worker.memory_bytes}"
-            )
-        await trio.to_thread.run_sync(self._load_experts, work, experts)
+        manifest, experts = self._fetched.pop(assignment.lease)
+        await self._holdings.load(assignment.lease, assignment.model, manifest, experts)
 
-    def _new_shard(self, manifest: Manifest) -> ExpertShard:
-        """In the dtype that a coordinator of this model computes in unless it was told otherwise."""
-        return ExpertShard(
-            ExpertMaths.from_dict(manifest.maths),
-            manifest.hidden_size,
-            manifest.expert_hidden_size,
-            compute_dtype("auto", manifest.trunk.size),
-            pick_device(self._settings.node.device),
-        )
-
-    def _load_experts(self, work: _Work, experts: Mapping[ExpertId, BlobRef]) -> None:
-        parts = work.manifest.expert_parts()
-        for expert, blob in experts.items():
-            work.shard.add(expert, parse_expert_file(read_blob(self._fetcher.store, blob), parts))
-        self._self_test(work, tuple(experts))
-
-    @staticmethod
-    def _self_test(work: _Work, experts: Sequence[ExpertId]) -> None:
-        """One row of ones through each expert: what is not finite here would only fail its trial."""
-        layer = experts[0].layer
-        rows = torch.ones(1, work.manifest.hidden_size)
-        index = torch.tensor([expert.index for expert in experts])
-        sums = work.shard.compute(
-            layer, rows, torch.zeros(len(experts), dtype=torch.int64), index, torch.ones(len(experts))
-        )
-        if not bool(torch.isfinite(sums).all()):
-            raise DataError(f"the experts of layer {layer} give values that are not finite on this machine")
-
-    async def _attach(self, assignment: Assignment, nursery: trio.Nursery) -> None:
-        coordinator = await self._reach(assignment)
-        async with self._linking:  # two slices of one coordinator share a link
-            link = self._links.get((coordinator, assignment.model))
-            if link is None:
-                link = Link(
-                    coordinator,
-                    assignment.model,
-                    self._work[assignment.model].shard,
-                    body_bytes_max=self._settings.network.frame_bytes_max,
-                    in_flight_max=self._settings.fanout.in_flight_max,
-                    compute=self._compute,
-                    limiter=self._limiter,
-                    computed=self._count,
-                    standing_told=self.post,
-                )
-                await nursery.start(link.run, self._transport, self._link_ended)
-                self._links[(coordinator, assignment.model)] = link
+    async def _attach(self, assignment: Assignment) -> None:
+        await self._reach(assignment)
+        link = await self._link_to(assignment.coordinator, assignment.model)
         await link.attach(assignment)
 
+    async def _link_to(self, coordinator: PeerId, model: ModelId) -> Link:
+        """The link that all slices of one coordinator share; opened by the first that needs it."""
+        key = (coordinator, model)
+        while key in self._linking:
+            await self._linking[key].wait()
+        if key in self._links:
+            return self._links[key]
+        link = Link(
+            coordinator,
+            model,
+            self._holdings.shard(model),
+            body_bytes_max=self._settings.network.frame_bytes_max,
+            in_flight_max=self._settings.fanout.in_flight_max,
+            compute=self._compute,
+            run_blocking=self._run_blocking,
+            computed=self._count,
+            standing_told=self._on_standing,
+        )
+        self._linking[key] = trio.Event()
+        try:
+            await link.open(self._transport)
+        finally:
+            self._linking.pop(key).set()
+        self._links[key] = link
+        assert self._nursery is not None
+        self._nursery.start_soon(link.run, self._link_ended)
+        return link
+
     def _link_ended(self, link: Link) -> None:
-        self._links.pop((link.coordinator, link.model), None)
+        self._forget_link(link)
         for lease in link.leases():
-            self.post(placement.CoordinatorLost(lease))
+            self.tell(placement.CoordinatorLost(lease))
+
+    def _forget_link(self, link: Link) -> None:
+        """At once: whoever attaches next opens a new one."""
+        if self._links.get((link.coordinator, link.model)) is link:
+            del self._links[link.coordinator, link.model]
+
+    def _on_standing(self, told: placement.StandingTold) -> None:
+        if told.proven:
+            self._problem = None
+        self.tell(told)
 
     def _count(self, rows: int) -> None:
         self.calls += 1
         self.rows += rows
 
-    async def _drain(self, assignment: Assignment) -> None:
+    async def _drain(self, assignment: Assignment, step: _Step | None) -> placement.Event:
         """Orderly: tell the coordinator, answer what is still on its way, then forget the weights."""
-        step = self._steps.pop(assignment.lease, None)
         if step is not None:
-            step.cancel()
+            await step.ended.wait()
         link = self._links.get((assignment.coordinator, assignment.model))
-        if link is not None and await link.detach(assignment):
-            await trio.sleep(UNLOAD_GRACE_S)
-            await link.finish_calls()
-        work = self._work.get(assignment.model)
-        if work is not None:
-            work.leases.discard(assignment.lease)
-            _, experts = self._fetched.get(assignment.lease, (None, {}))
-            others = {e for lease in work.leases for e in self._fetched[lease][1]}  # another coordinator's, same slice
-            for expert in set(experts) - others:
-                work.shard.remove(expert)
-            if not work.leases:
-                del self._work[assignment.model]
-        if link is not None and not link.leases():
-            link.close()
-        self._fetched.pop(assignment.lease, None)
-        self._progress.pop(assignment.lease, None)
+        try:
+            if link is not None and await link.detach(assignment):
+                await trio.sleep(UNLOAD_GRACE_S)
+                with trio.move_on_after(FINISH_CALLS_S):
+                    await link.finish_calls()
+        finally:
+            self._holdings.drop(assignment.lease, assignment.model)
+            self._fetched.pop(assignment.lease, None)
+            self._progress.pop(assignment.lease, None)
+            if link is not None and not link.leases():
+                self._forget_link(link)
+                link.close()
         logger.info("left slice %s", assignment.slice)
-        self.post(placement.Drained(assignment.lease))
+        return placement.Drained(assignment.lease)
 
     def snapshot(self) -> WorkerSnapshot:
         stages = self._mind.stages()

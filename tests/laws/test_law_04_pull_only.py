@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import pytest
-import trio
 
 import kvasir_node
 from kvasir_node.base.errors import Misbehaved, RejectReason
@@ -13,6 +12,7 @@ from kvasir_node.decide import placement
 from kvasir_node.decide.placement import Assignment, Fetch, Placement, PlacementLimits
 from kvasir_node.model.checkpoint import ExpertMaths
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.link import Link, compute_here
 from kvasir_node.wire.blocks import BlocksMethod
 from kvasir_node.wire.messages import ExpertsMethod, MarketMethod
@@ -42,7 +42,7 @@ def a_link(told: list) -> Link:
         body_bytes_max=1000,
         in_flight_max=1,
         compute=compute_here,
-        limiter=trio.CapacityLimiter(1),
+        run_blocking=run_inline,
         computed=lambda rows: None,
         standing_told=told.append,
     )

@@ -6,7 +6,7 @@ It does not know sockets, tensors or threads. `plan_route` is a pure function of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -55,12 +55,13 @@ def plan_route(
         layer: _share_layer(experts_per_layer, held.get(layer, frozenset()), able[layer], heat.get(layer, ()), spread)
         for layer in layers
     }
-    moved = any(
-        peer is not None and index in held.get(layer, frozenset())
-        for layer, row in peers.items()
-        for index, peer in enumerate(row)
-    )
+    moved = any(is_remote(row, held.get(layer, frozenset())) for layer, row in peers.items())
     return Route(moved, reason, peers)
+
+
+def is_remote(row: Sequence[PeerId | None], held: Collection[int]) -> bool:
+    """Whether a layer's row of a route sends away what is held here."""
+    return any(peer is not None and index in held for index, peer in enumerate(row))
 
 
 def _share_layer(
@@ -136,16 +137,42 @@ class CallTimes:
         estimate.deviation_s += (abs(took_s - estimate.mean_s) - estimate.deviation_s) / 4
         estimate.mean_s += (took_s - estimate.mean_s) / 8
 
-    def deadline_s(self, peer: PeerId, pairs: int) -> float:
-        """How long a call of that many pairs may take; the ceiling while nothing like it was measured."""
+    def deadline_s(self, peer: PeerId, pairs: int, more_s: float = 0.0) -> float:
+        """How long a call of that many pairs may take; the ceiling while nothing like it was measured.
+
+        `more_s` is added to the ceiling: what is much work for whoever computes it may take longer.
+        """
+        ceiling_s = self.limits.ceiling_s + more_s
         classes = self._estimates.get(peer, {})
         size = pairs.bit_length()
         larger = [estimate for known, estimate in classes.items() if known >= size]
         if not larger:
-            return self.limits.ceiling_s
+            return ceiling_s
         estimate = classes.get(size) or min(larger, key=lambda e: e.mean_s)
         wanted = self.limits.factor * (estimate.mean_s + 4 * estimate.deviation_s)
-        return min(self.limits.ceiling_s, max(self.limits.floor_s, wanted))
+        return min(ceiling_s, max(self.limits.floor_s, wanted))
+
+    def expected_call_s(self, peer: PeerId, pairs: int) -> float | None:
+        """How long a call of that many pairs should take; None while nothing is known.
+
+        A size that was not measured takes what the next larger one does, or else what the largest one does, in
+        proportion to the pairs.
+        """
+        classes = self._estimates.get(peer)
+        if not classes:
+            return None
+        size = pairs.bit_length()
+        larger = min((known for known in classes if known >= size), default=None)
+        if larger is not None:
+            return classes[larger].mean_s
+        largest = max(classes)
+        return classes[largest].mean_s * 2.0 ** (size - largest)
+
+    def forget_size(self, peer: PeerId, pairs: int) -> None:
+        """Drops what is known of calls of that size, and of larger ones."""
+        classes = self._estimates.get(peer, {})
+        for size in [known for known in classes if known >= pairs.bit_length()]:
+            del classes[size]
 
     def expected_s(self, peer: PeerId) -> float | None:
         """The mean of the smallest size class seen: nearest to the bare round trip."""

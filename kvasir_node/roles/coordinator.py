@@ -8,38 +8,39 @@ are served; every decision is made in decide/.
 from __future__ import annotations
 
 import logging
-import random
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import torch
 import trio
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.generation import GenerationRequest
-from kvasir_node.base.ids import ExpertId, PeerId
+from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Wanted, demand_for
-from kvasir_node.decide.fanout import Route, plan_route, predicted_gain
+from kvasir_node.decide.fanout import is_remote, plan_route, predicted_gain
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
-from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import Trunk, load_trunk
 from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
-from kvasir_node.roles.dispatch import FanoutDispatch, compute_with
+from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.loading import LoadedModel
+from kvasir_node.roles.own_experts import OwnExperts
+from kvasir_node.roles.trials import TrialScope
 from kvasir_node.wire.messages import DemandRecord
-from kvasir_node.wire.tensors import ExpertRequest
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_MAX_DEFAULT = 4096
 TICK_S = 0.25  # how often trials, proofs and the heat of experts are looked at while anything is going on
+HEAT_TICKS = 8  # a layer's share is worked out anew this often for its heat alone; some layers at each tick
+DEMAND_PAUSE_S = 0.05  # between two looks at whether demand changed
 SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 
@@ -58,26 +59,28 @@ class Coordinator:
         self._model = model
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
-        self._rng = random.Random(0)
+        own = OwnExperts(model.shard, model.checkpoint, model.held, settings.worker.memory_bytes)
         self.crew = Crew(
             settings.fanout,
             manifest.model,
             frozenset(self.slices),
-            own_sums=self._own_sums,
+            model.held,
+            own_sums=own.sums,
             changed=self._replan,
             trial_layers_changed=lambda layers: self.dispatch.set_trial_layers(layers),
             name_of=name_of,
             address_of=address_of,
             body_bytes_max=settings.network.frame_bytes_max,
         )
+        chance = secrets.SystemRandom()  # a liar that could foretell it would be honest only when it is checked
         self.dispatch = FanoutDispatch(
-            model.shard,
+            own,
             manifest.layers,
             manifest.experts_per_layer,
             crew=self.crew,
-            load_missing=self._load_missing,
-            deadline_s=self.crew.deadline_s,
-            spot_check=lambda: self._rng.random() < settings.fanout.spot_check_ratio,
+            spot_check=lambda: chance.random() < settings.fanout.spot_check_ratio,
+            patience_s=settings.fanout.deadline_ceiling_s,
+            body_bytes_max=settings.network.frame_bytes_max,
         )
         self._trunk = self._load_trunk()
         limits = settings.coordinator
@@ -93,7 +96,10 @@ class Coordinator:
             ),
             load_changed=self._load_changed,
         )
-        self._route = Route(False, "off: calm", {})
+        self._away: set[int] = set()  # layers with an expert that is held here and computed elsewhere
+        self._on = False  # there is such a layer
+        self._reason = "off: calm"
+        self._ticks = 0
         self._was_spread = False
         self._peak_pressure = 0.0  # since saturation began: demand must not flap with every request that ends
         self._demand_changed = trio.Event()
@@ -145,67 +151,70 @@ class Coordinator:
     def _lacks_experts(self) -> bool:
         return any(len(held) < self.manifest.experts_per_layer for held in self._model.held.values())
 
+    @property
+    def _trial_scope(self) -> TrialScope:
+        """While calm, only rows that must leave anyway may leave for a trial."""
+        if self._spread:
+            return TrialScope.ALL
+        return TrialScope.MISSING if self._settings.fanout.enabled and self._lacks_experts else TrialScope.NONE
+
     def _load_changed(self) -> None:
         saturated = self.desk.saturated
         self._peak_pressure = max(self._peak_pressure, self.desk.admission.pressure) if saturated else 0.0
         if self._spread != self._was_spread:
             self._was_spread = self._spread
-            self.crew.plan_trials(allowed=self._spread or self._lacks_experts)
-            self._replan()
-        self._demand_changed.set()
+            self.crew.trials.set_scope(self._trial_scope)
+            self._replan(frozenset(self.manifest.layers))
+        if saturated or self._told:
+            self._demand_changed.set()
 
-    def _replan(self) -> None:
-        """Works out the route anew; called whenever who is proven, or the load, may have changed."""
-        proven = self.crew.ledger.proven()
-        spread = self._spread and bool(proven)
-        route = plan_route(
-            layers=self.manifest.layers,
+    def _replan(self, layers: frozenset[int]) -> None:
+        """Works out the route of some layers anew, because who is proven, the load or the heat may have changed.
+
+        Of some, because it takes about 0.6 ms per layer of 256 experts, and everything waits for it meanwhile.
+        """
+        enabled, proven = self._settings.fanout.enabled, self.crew.ledger.proven()
+        found = plan_route(
+            layers=sorted(layers.intersection(self.manifest.layers)),
             experts_per_layer=self.manifest.experts_per_layer,
             held=self._model.held,
-            proven=proven if self._settings.fanout.enabled else (),
-            heat=self._heat(),
-            spread=spread,
-            reason=self._reason(len({peer for peer, _ in proven})),
+            proven=proven if enabled and (self._spread or self._lacks_experts) else (),
+            heat=self.dispatch.heat(),
+            spread=self._spread,
+            reason="",
         )
-        if route.on != self._route.on:
-            logger.info("fan-out %s", route.reason)
-        self._route = route
-        self.dispatch.set_route(route)
+        for layer, row in found.peers.items():
+            away = is_remote(row, self._model.held.get(layer, frozenset()))
+            (self._away.add if away else self._away.discard)(layer)
+        self.dispatch.set_route(found)
+        was_on, self._on = self._on, bool(self._away)
+        self._reason = self._why(len({peer for peer, _ in proven}))
+        if self._on != was_on:
+            logger.info("fan-out %s", self._reason)
         self._demand_changed.set()
 
-    def _reason(self, workers: int) -> str:
+    def _why(self, workers: int) -> str:
         if not self._settings.fanout.enabled:
             return "off: switched off by fanout.enabled"
+        if self._on:
+            return f"on: queue {self.desk.admission.queued}, {workers} worker{'s' if workers > 1 else ''}"
         if not self._spread:
             return "off: calm"
-        if not workers:
-            return "off: no proven worker"
-        return f"on: queue {self.desk.admission.queued}, {workers} worker{'s' if workers > 1 else ''}"
-
-    def _heat(self) -> dict[int, list[float]]:
-        return {layer: heat.tolist() for layer, heat in self.dispatch.heat.items()}
+        return "off: no proven worker" if not workers else "off: nothing that is held here is better computed elsewhere"
 
     async def _tick(self) -> None:
         """Proofs decay, cool-offs end, and the heat of experts moves: look at them while anything is going on."""
+        layers = self.manifest.layers
+        self.crew.trials.set_scope(self._trial_scope)
         while True:
             await trio.sleep(TICK_S)
-            decayed = self.crew.ledger.tick(trio.current_time())
-            allowed = self._spread or self._lacks_experts
-            if allowed:
-                self.crew.plan_trials(allowed=True)
-            if decayed or (allowed and self.crew.ledger.proven()):
-                self._replan()
-
-    def _load_missing(self, layer: int, experts: Sequence[ExpertId]) -> None:
-        """Takes experts in that nobody else can compute in time: from the checkpoint on this disk."""
-        logger.info("loading experts %s of layer %d", [expert.index for expert in experts], layer)
-        for expert in experts:
-            parts = self._model.checkpoint.experts[expert]
-            self._model.shard.add(expert, {part: read_tensor(tensor) for part, tensor in parts.items()})
-
-    def _own_sums(self, request: ExpertRequest) -> torch.Tensor:
-        pairs = (request.pair_row.long(), request.pair_expert.long(), request.pair_weight)
-        return compute_with(self._model.shard, self._load_missing, request.layer, request.rows, *pairs)
+            self._ticks += 1
+            if self.crew.ledger.tick(trio.current_time()):
+                self._replan(frozenset(layers))
+            if self._trial_scope is not TrialScope.NONE:
+                self.crew.trials.plan()
+                if self.crew.ledger.proven():
+                    self._replan(frozenset(layers[self._ticks % HEAT_TICKS :: HEAT_TICKS]))
 
     # Demand ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +223,7 @@ class Coordinator:
             slices=self.slices,
             held=self._model.held,
             proven=self.crew.ledger.proven(),
-            heat=self._heat(),
+            heat=self.dispatch.heat(),
             saturated=self._settings.fanout.enabled and self.desk.saturated,
             pressure=self._peak_pressure,
             surge_copies_max=self._settings.market.surge_copies_max,
@@ -228,6 +237,7 @@ class Coordinator:
                 while self.demand() == self._told:
                     self._demand_changed = trio.Event()
                     await self._demand_changed.wait()
+                    await trio.sleep(DEMAND_PAUSE_S)
             self._told = self.demand()
             await send(self._record(self._told, tuple(addresses())))
             await trio.sleep(market.report_interval_s)
@@ -276,16 +286,16 @@ class Coordinator:
     def fanout_snapshot(self) -> FanoutSnapshot:
         counters = self.dispatch.counters
         workers = len({peer for peer, _ in self.crew.ledger.proven()})
-        experts_s = self.dispatch.local_layer_s * len(self.manifest.layers)
+        experts_s = self.dispatch.times.layer_s * len(self.manifest.layers)
         trunk_s = max(0.0, self.desk.times.step_s - experts_s)
         return FanoutSnapshot(
-            on=self._route.on,
-            reason=self._route.reason,
+            on=self._on,
+            reason=self._reason,
             predicted_gain=round(predicted_gain(trunk_s, experts_s, workers), 3),
             lanes=1,
             local_pairs=counters.local,
             remote_pairs=counters.remote,
-            trial_pairs=self.crew.trial_pairs,
+            trial_pairs=self.crew.trials.pairs,
             fallbacks=counters.fallbacks,
             hedges=0,
             spot_checks=counters.spot_checks,

@@ -11,7 +11,9 @@ for all of a peer's slices together.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,7 @@ REFUSALS_MAX = 16  # in a row; a worker that only refuses gets a pause, as one t
 WARN_INTERVAL_S = 10.0  # at most one warning per peer, whatever it does at the rate of tokens
 NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
+SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
 
 
@@ -99,9 +102,9 @@ class Crew:
         self._times = CallTimes(limits)
         self._slow_since: dict[tuple[PeerId, int], float] = {}  # (peer, size class of calls); of members
         self._times_lock = threading.Lock()  # of both
+        self._slice_at = {(e.layer, e.index): part for part in slices for e in part.experts()}
         self._members: dict[PeerId, Member] = {}
         self._counts: dict[PeerId, _Counts] = {}
-        self._clock = trio.lowlevel.current_clock if False else None
         self._token: trio.lowlevel.TrioToken | None = None
         self._nursery: trio.Nursery | None = None
         self.trials = Trials(
@@ -115,4 +118,295 @@ class Crew:
             begun=lambda member, part: self._tell_standing(member.peer, (part,)),
             ended=self._trial_ended,
             run_blocking=run_blocking,
+        )
+
+    def members(self) -> Collection[Member]:
+        """Who is attached now."""
+        return self._members.values()
+
+    async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Carries trials out until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._token = trio.lowlevel.current_trio_token()
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None  # the computing thread may still leave notes; they start nothing any more
+
+    # The computing thread's side ------------------------------------------------------------------------------
+
+    def deadline_s(self, peer: PeerId, pairs: int, own_s: float) -> float | None:
+        """See `dispatch.Crew`. A call that is expected to be later than any deadline is not made: it would cost its
+        worker the proof, and us the wait."""
+        ceiling_s = self._settings.deadline_ceiling_s
+        more_s = min(own_s, MORE_TIME_MAX * ceiling_s)
+        with self._times_lock:
+            expected_s = self._times.expected_call_s(peer, pairs)
+            if expected_s is not None and expected_s > ceiling_s + more_s and self._keeps_off(peer, pairs):
+                return None
+            return self._times.deadline_s(peer, pairs, more_s)
+
+    def _keeps_off(self, peer: PeerId, pairs: int) -> bool:
+        """Whether a size of call that was too slow for a peer is still kept from it."""
+        key, now = (peer, pairs.bit_length()), time.monotonic()
+        if len(self._slow_since) >= COUNTS_MAX:
+            self._slow_since.clear()
+        if now - self._slow_since.setdefault(key, now) < SLOW_FORGET_S:
+            return True
+        del self._slow_since[key]
+        self._times.forget_size(peer, pairs)
+        return False
+
+    def send(self, calls: Sequence[RemoteCall]) -> None:
+        self._later(lambda: self._send(calls))
+
+    def report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool = False) -> None:
+        self._later(lambda: self._report(call, error, wrong=wrong))
+
+    def offer_trial(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        offered = self.trials.offer(layer, rows, chosen, weights)
+        if offered is not None:
+            self._later(lambda: self._nursery and self.trials.begin(offered, self._nursery))
+
+    def _later(self, act: Callable[[], object]) -> None:
+        if self._token is not None:
+            try:
+                self._token.run_sync_soon(act)
+            except trio.RunFinishedError:
+                logger.debug("the node has ended; a note to the crew is dropped")
+
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    def _send(self, calls: Sequence[RemoteCall]) -> None:
+        for call in calls:
+            member = self._members.get(call.peer)
+            if call.abandoned:
+                continue
+            if member is None:
+                self._deliver(call, 0.0, Unreachable(f"worker {call.peer} is not attached any more"))
+                continue
+            started = trio.current_time()
+
+            def deliver(result: memoryview | KvasirError, call: RemoteCall = call, started: float = started) -> None:
+                self._deliver(call, trio.current_time() - started, result)
+
+            call.stream = member.calls
+            try:
+                call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver)
+            except KvasirError as error:
+                self._deliver(call, 0.0, error)
+
+    def _deliver(self, call: RemoteCall, took_s: float, result: memoryview | KvasirError) -> None:
+        if isinstance(result, KvasirError):
+            call.error = result
+        else:
+            call.answer = result
+            # A late answer is measured too: that is how the deadline grows for a worker that is merely slower now.
+            with self._times_lock:
+                self._times.observe(call.peer, call.pairs, took_s)
+        call.done.set()
+
+    def _report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool) -> None:
+        counts = self._count(call.peer)
+        counts.calls += 1
+        parts = {self._slice_at[call.request.layer, index] for index in set(call.request.pair_expert.tolist())}
+        if error is None:
+            counts.rows += call.request.rows.shape[0]
+            counts.refusals = 0
+            for part in parts:
+                self.ledger.right(call.peer, part, trio.current_time(), served=True)
+            return
+        if call.abandoned and self._nursery is not None:
+            self._nursery.start_soon(self._cancel_late, call)
+        self._judge(call.peer, parts, error, wrong=wrong, stream=call.stream)
+
+    async def _cancel_late(self, call: RemoteCall) -> None:
+        """Lets an abandoned call be answered and measured for one more ceiling, then takes it back."""
+        await trio.sleep(self._settings.deadline_ceiling_s)
+        if call.stream is not None:
+            call.stream.cancel(call.id)
+
+    def _judge(
+        self,
+        peer: PeerId,
+        parts: Collection[SliceId],
+        error: KvasirError,
+        *,
+        wrong: bool,
+        stream: CallStream | None,
+    ) -> None:
+        """Demerits a peer for its own faults only: one that is full, or refuses what we sent, is not to blame."""
+        counts = self._count(peer)
+        if isinstance(error, Unreachable) and (stream is None or stream.end_reason is not None):
+            return  # the end of the stream is judged once, by `_lose`
+        if not wrong and isinstance(error, (Overloaded, CapacityError, UsageError, Misbehaved)):
+            counts.refusals += 1
+            if counts.refusals < REFUSALS_MAX:
+                self._warn(peer, "refused a call: %s", error)
+                return
+            counts.refusals = 0
+            error = CallTimeout(f"refused {REFUSALS_MAX} calls in a row, lastly: {error}")
+        counts.failures += 1
+        counts.reason = str(error)[:200]
+        if isinstance(error, CallTimeout) and peer in self._members:
+            parts = self._members[peer].slices.union(parts)  # silence is the peer's, not one slice's
+        for part in sorted(parts):
+            self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
+        self._warn(peer, "failed: %s", error)
+        self._standing_changed(peer, parts)
+
+    def _standing_changed(self, peer: PeerId, parts: Collection[SliceId]) -> None:
+        self._tell_standing(peer, parts)
+        self._changed(frozenset(part.layer for part in parts))
+        self.trials.plan()
+
+    def _warn(self, peer: PeerId, text: str, *values: object) -> None:
+        counts, now = self._count(peer), trio.current_time()
+        is_due = now - counts.warned_at >= WARN_INTERVAL_S
+        logger.log(logging.WARNING if is_due else logging.DEBUG, f"worker %s {text}", self._name_of(peer), *values)
+        counts.warned_at = now if is_due else counts.warned_at
+
+    def _count(self, peer: PeerId) -> _Counts:
+        counts = self._counts.setdefault(peer, _Counts())
+        if len(self._counts) > COUNTS_MAX:
+            del self._counts[next(each for each in self._counts if each != peer)]
+        return counts
+
+    def _trial_ended(self, result: TrialResult) -> None:
+        peer, part, error = result.member.peer, result.slice, result.error
+        if error is not None:
+            self.ledger.give_up_trial(peer, part)
+            if result.is_checked:
+                self._judge(peer, (part,), error, wrong=result.wrong, stream=result.member.calls)
+            else:
+                logger.warning("%s", error)
+        else:
+            with self._times_lock:
+                self._times.observe(peer, result.pairs, result.took_s)
+            self._count(peer).refusals = 0
+            if self.ledger.right(peer, part, trio.current_time()):
+                logger.info("worker %s is proven for slice %s", self._name_of(peer), part)
+        self._standing_changed(peer, (part,))
+
+    # Workers come and go --------------------------------------------------------------------------------------
+
+    def _tell_standing(self, peer: PeerId, parts: Collection[SliceId]) -> None:
+        member = self._members.get(peer)
+        if member is not None and self._nursery is not None:
+            self._nursery.start_soon(self._notify, member, tuple(sorted(parts)))
+
+    async def _notify(self, member: Member, parts: Sequence[SliceId]) -> None:
+        with trio.move_on_after(NOTICE_TIMEOUT_S):
+            for part in parts:
+                told = messages.Standing(part, str(self.ledger.standing(member.peer, part)))
+                try:
+                    await member.calls.notify(int(ExpertsMethod.STANDING), told.to_bytes())
+                except KvasirError as error:
+                    logger.debug("worker %s could not be told its standing: %s", member.peer, error)
+                    return
+
+    async def serve(self, stream: Stream) -> None:
+        """One worker's call stream, from its ATTACH to its end."""
+        member: Member | None = None
+
+        async def handle(method: int, body: memoryview) -> Sequence[bytes | memoryview]:
+            assert member is not None
+            if method == ExpertsMethod.ATTACH:
+                self._attach(member, Attachment.from_bytes(body))
+            elif method == ExpertsMethod.DETACH:
+                self._detach(member, Attachment.from_bytes(body))
+            else:
+                raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a worker may not call method {method} here")
+            return ()
+
+        calls = CallStream(
+            stream, handler=handle, in_flight_max=self._settings.in_flight_max, body_bytes_max=self._body_bytes_max
+        )
+        member = Member(stream.peer, calls, trio.move_on_after(math.inf))
+        previous = self._members.get(member.peer)
+        if previous is not None:  # the worker came back before we noticed that it was gone
+            self._lose(previous, "the worker connected again")
+        self._members[member.peer] = member
+        await self._serve_until_lost(member)
+
+    async def _serve_until_lost(self, member: Member) -> None:
+        reason, is_fault, wrong = "we stop serving", False, False
+        try:
+            with member.scope:
+                await member.calls.run()
+            reason, is_fault = member.calls.end_reason or "the connection ended", True
+        except Misbehaved as error:
+            reason, is_fault, wrong = str(error), True, True
+            raise
+        finally:
+            if self._members.get(member.peer) is member:
+                self._lose(member, reason, is_fault=is_fault, wrong=wrong)
+
+    def _attach(self, member: Member, attachment: Attachment) -> None:
+        unknown = [str(part) for part in attachment.slices if part not in self._slices]
+        if attachment.model != self._model or unknown:
+            shown = ", ".join(unknown[:3]) or str(attachment.model)
+            raise Misbehaved(RejectReason.BAD_MESSAGE, f"this coordinator does not serve {shown}")
+        for part in attachment.slices:
+            member.slices.add(part)
+            self.ledger.attach(member.peer, part)
+        logger.info("worker %s attached with %s", self._name_of(member.peer), ", ".join(map(str, attachment.slices)))
+        self._standing_changed(member.peer, attachment.slices)
+
+    def _detach(self, member: Member, attachment: Attachment) -> None:
+        """An orderly leave: routes change first, then the worker may finish what is in flight."""
+        parts = member.slices.intersection(attachment.slices)
+        member.slices -= parts
+        for part in parts:
+            self.ledger.detach(member.peer, part)
+        self._changed(frozenset(part.layer for part in parts))
+        self.trials.plan()
+
+    def _lose(self, member: Member, reason: str, *, is_fault: bool = True, wrong: bool = False) -> None:
+        """A stream ended. Proven slices that were not detached first left without a word, which is a fault."""
+        peer = member.peer
+        del self._members[peer]
+        member.scope.cancel()
+        failed = [part for part in member.slices if self.ledger.standing(peer, part) is Standing.PROVEN or wrong]
+        if is_fault and failed:
+            counts = self._count(peer)
+            counts.failures += 1
+            counts.reason = f"left without draining: {reason}"[:200]
+            for part in failed:
+                self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
+            self._warn(peer, "left without draining: %s", reason)
+        for part in member.slices:
+            self.ledger.detach(peer, part)
+        with self._times_lock:
+            self._times.forget(peer)
+            self._slow_since = {key: since for key, since in self._slow_since.items() if key[0] != peer}
+        self._changed(frozenset(part.layer for part in member.slices))
+        self.trials.plan()
+
+    def snapshot(self) -> tuple[WorkerPeerSnapshot, ...]:
+        """Workers that are attached or have a history, best standing first, as many as can be shown."""
+        by_peer: dict[PeerId, list[Standing]] = {}
+        for view in self.ledger.pairs():
+            by_peer.setdefault(view.peer, []).append(view.standing)
+        best = {peer: min(map(BEST_FIRST.index, standings)) for peer, standings in by_peer.items()}
+        shown = sorted(best, key=lambda peer: (best[peer], peer not in self._members, self._name_of(peer)))
+        return tuple(self._snapshot_of(peer, BEST_FIRST[best[peer]]) for peer in shown[:SHOWN_MAX])
+
+    def _snapshot_of(self, peer: PeerId, standing: Standing) -> WorkerPeerSnapshot:
+        member, counts = self._members.get(peer), self._counts.get(peer, _Counts())
+        with self._times_lock:
+            expected_s = self._times.expected_s(peer)
+        return WorkerPeerSnapshot(
+            peer_id=peer,
+            name=self._name_of(peer),
+            slices=tuple(map(str, sorted(member.slices))) if member is not None else (),
+            state=str(standing),
+            path="direct",
+            rtt_ms=None if expected_s is None else round(expected_s * 1000, 2),
+            calls=counts.calls,
+            rows=counts.rows,
+            failures=counts.failures,
+            reason=counts.reason,
         )

@@ -9,24 +9,46 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import trio
 
-from kvasir_node.base.errors import CapacityError, KvasirError, QueueFull, UsageError
+from kvasir_node.base.errors import BugError, CapacityError, KvasirError, QueueFull, UsageError
 from kvasir_node.base.generation import AnswerFacts, Finished, FinishReason, GenerationRequest, TextDelta
 from kvasir_node.base.snapshot import SlotsSnapshot, ThroughputSnapshot
 from kvasir_node.decide.admission import Admission, AdmissionLimits, Load, Queued, Refused
-from kvasir_node.model.engine import AnswerTally, BadLogits, Engine, Job, StepToken
-from kvasir_node.model.text import TextModel, TextStream
+from kvasir_node.model.engine import AnswerTally, BadLogits, Job, StepToken
+from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel, TextStream
 
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 5.0
 STEP_ATTEMPTS_MAX = 3  # a step that raises has changed nothing and is repeated this often in all
+LONG_TEXTS_MAX = 2  # cut into tokens at once, in threads
+RunBlocking = Callable[..., Awaitable[Any]]
+"""Runs a blocking call: in a thread, or (under a virtual clock) inline."""
 AnswerItem = TextDelta | Finished | KvasirError
+
+
+class Computes(Protocol):
+    """What the desk needs of `model.engine.Engine`; see there for what each promises."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def check(self, job: Job) -> None: ...
+
+    def join(self, job: Job) -> None: ...
+
+    def leave(self, job_id: int) -> None: ...
+
+    def step(self) -> list[StepToken]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -82,16 +104,19 @@ class Desk:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Computes,
         text: TextModel,
         limits: AdmissionLimits,
         *,
         load_changed: Callable[[], None],
+        run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
         self._engine = engine
         self._text = text
         self._limits = limits
         self._load_changed = load_changed
+        self._run_blocking = run_blocking
+        self._long_texts = trio.CapacityLimiter(LONG_TEXTS_MAX)
         self.admission = Admission(limits)
         self._requests: dict[int, _Request] = {}
         self._joining: deque[_Request] = deque()
@@ -112,10 +137,12 @@ class Desk:
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Answer]:
         """See surfaces/ports.py. Cancel-safety: leaving by any way frees the place at the next token boundary."""
+        prompt = await self._tokens_of(request)
         now = trio.current_time()
-        entry, items = self._prepare(request, now)
+        entry, items = self._prepare(request, prompt, now)
         self._enter(entry, now)
         try:
+            self._load_changed()
             yield Answer(items)
         finally:
             self._leave(entry)
@@ -125,7 +152,6 @@ class Desk:
         """Refuses new requests; returns when none is left. Cancel-safe."""
         self._draining = True
         while self._requests:
-            self._empty = trio.Event()
             await self._empty.wait()
 
     async def run(self) -> None:
@@ -137,23 +163,35 @@ class Desk:
                 self._wake = trio.Event()
                 await self._wake.wait()
                 continue
-            started = trio.current_time()
-            try:
-                tokens = await trio.to_thread.run_sync(self._engine.step)
-            except BadLogits as error:
-                self._fail(self._requests.get(error.job_id), error)
-            except KvasirError as error:
-                attempts += 1
+            error = await self._step()
+            attempts = attempts + 1 if error is not None else 0
+            if error is not None:
                 logger.error("a step failed (%d of %d): %s", attempts, STEP_ATTEMPTS_MAX, error)
-                if attempts >= STEP_ATTEMPTS_MAX:
-                    for entry in [e for e in self._requests.values() if e.joined]:
+                if attempts == STEP_ATTEMPTS_MAX:
+                    attempts = 0
+                    for entry in [each for each in self._requests.values() if each.joined]:
                         self._fail(entry, error)
-            else:
-                attempts = 0
-                now = trio.current_time()
-                self.times.observe(now - started)
-                for token in tokens:
-                    self._deliver(token, now)
+
+    async def _step(self) -> KvasirError | None:
+        """One step of the engine and what follows from it; returns why it failed for everybody."""
+        started = trio.current_time()
+        try:
+            tokens = await self._run_blocking(self._engine.step)
+        except BadLogits as error:
+            self._fail(self._requests.get(error.job_id), error)
+            return None
+        except KvasirError as error:
+            return error
+        except Exception as error:
+            # The one door of the computing thread: memory that ran out on a device, or a bug in a model's code, must
+            # cost the requests it meets and not the node.
+            logger.exception("computing a step raised %s", type(error).__name__)
+            return BugError(f"computing failed with {type(error).__name__}; the node's log says more, please report it")
+        now = trio.current_time()
+        self.times.observe(now - started)
+        for token in tokens:
+            self._deliver(token, now)
+        return None
 
     async def watch_load(self) -> None:
         """Lets the saturation state follow time, for ever."""
@@ -163,11 +201,10 @@ class Desk:
                 self._load_changed()
 
     def _prepare(
-        self, request: GenerationRequest, now: float
+        self, request: GenerationRequest, prompt: tuple[int, ...], now: float
     ) -> tuple[_Request, trio.MemoryReceiveChannel[AnswerItem]]:
         if self._draining:
             raise CapacityError("this node is shutting down; ask another one, or try again later")
-        prompt = self._tokens_of(request)
         room = self._engine.context - len(prompt)
         if room < 1:
             param = "messages" if request.messages is not None else "prompt"
@@ -186,12 +223,18 @@ class Desk:
         send, receive = trio.open_memory_channel[AnswerItem](math.inf)
         return _Request(job, TextStream(self._text, request.stop), now, send), receive
 
-    def _tokens_of(self, request: GenerationRequest) -> tuple[int, ...]:
+    async def _tokens_of(self, request: GenerationRequest) -> tuple[int, ...]:
+        if self._draining or (request.messages is None and request.prompt is None):
+            return request.prompt_tokens or ()
+        if _characters(request) < LONG_TEXT_CHARACTERS:
+            return self._encode(request)
+        async with self._long_texts:
+            return await self._run_blocking(self._encode, request)
+
+    def _encode(self, request: GenerationRequest) -> tuple[int, ...]:
         if request.messages is not None:
             return self._text.chat(request.messages)
-        if request.prompt is not None:
-            return self._text.encode(request.prompt)
-        return request.prompt_tokens or ()
+        return self._text.encode(request.prompt or "")
 
     def _enter(self, entry: _Request, now: float) -> None:
         verdict = self.admission.arrive(entry.job.id, now)
@@ -202,10 +245,11 @@ class Desk:
                 retry_after_s=verdict.retry_after_s,
             )
         self.requests_total += 1
+        if not self._requests:
+            self._empty = trio.Event()  # only here: several may be draining
         self._requests[entry.job.id] = entry
         if not isinstance(verdict, Queued):
             self._start(entry, now)
-        self._load_changed()
 
     def _start(self, entry: _Request, now: float) -> None:
         entry.admitted_at = now
@@ -310,3 +354,9 @@ class Desk:
         now = trio.current_time()
         recent = sum(count for at, count in self._recent if at >= now - RATE_WINDOW_S)
         return ThroughputSnapshot(round(recent / RATE_WINDOW_S, 2), self.tokens_total, self.requests_total)
+
+
+def _characters(request: GenerationRequest) -> int:
+    if request.messages is None:
+        return len(request.prompt or "")
+    return sum(len(str(message.get("content", ""))) for message in request.messages)

@@ -1,10 +1,12 @@
 """The hands of fan-out on the computing thread: split a layer's pairs, send, compute here, wait, add up.
 
 It does not know who deserves load (that is `decide/ledger` and `decide/fanout`, asked by roles/crew.py on the trio
-loop) nor how frames travel. One forward after the other calls it, on one thread; the crew changes `routes` at any
+loop) nor how frames travel. One forward after the other calls it, on one thread; the crew changes the routes at any
 moment, as a whole.
 
-Which tokens come out never depends on it: what is late, lost or wrong is computed here instead.
+Which tokens come out never depends on it: what is late, lost or wrong is computed here instead. All answers of a layer
+are waited for at the same time, and a forward waits for late ones in vain for at most `patience_s` plus one deadline
+in all: when its patience is used up, the rest of it is computed here.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from typing import Protocol
 
 import torch
 
-from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason
-from kvasir_node.base.ids import ExpertId, PeerId
+from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason
+from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.fanout import Route
-from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.trunk import RowTally
-from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
+from kvasir_node.net.rpc import CallStream
+from kvasir_node.roles.own_experts import OwnExperts
+from kvasir_node.wire.tensors import PAIRS_MAX, ROWS_MAX, ExpertRequest, read_answer, request_parts
 
-HEAT_DECAY = 0.99  # of an expert's heat at each forward that touches its layer
+HEAT_DECAY = 0.99  # of an expert's heat at each forward
+PAUSE_S = 0.25  # nothing is sent to a peer this long after a call to it failed; the loop learns of it meanwhile
+PAUSED_MAX = 256  # peers in a pause that are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +38,16 @@ class RemoteCall:
 
     peer: PeerId
     request: ExpertRequest
-    rows: torch.Tensor  # [R] int64: which rows of the forward its rows are
+    rows: torch.Tensor  # [R] int64 on the CPU: which rows of the forward its rows are
     deadline_s: float
+    due_at: float  # time.monotonic
     parts: list[bytes | memoryview]
     done: threading.Event = field(default_factory=threading.Event)
     answer: memoryview | None = None
     error: KvasirError | None = None
-    took_s: float = 0.0
-    abandoned: bool = False  # past its deadline: whoever sends or receives it need not care any more
+    abandoned: bool = False  # past its deadline: its answer will not be used any more
+    stream: CallStream | None = None  # where it was sent, and as what: for the loop
+    id: int = 0
 
     @property
     def pairs(self) -> int:
@@ -48,7 +55,11 @@ class RemoteCall:
 
 
 class Crew(Protocol):
-    """What the computing thread needs of the trio side; both may be called from any thread and return at once."""
+    """What the computing thread needs of the trio side; all may be called from any thread and return at once."""
+
+    def deadline_s(self, peer: PeerId, pairs: int, own_s: float) -> float | None:
+        """How long a call of so many pairs may take, which we compute in about `own_s`; None = it is not worth one."""
+        ...
 
     def send(self, calls: Sequence[RemoteCall]) -> None:
         """Sends the frames; each call's `done` is set when its answer or error is there."""
@@ -74,6 +85,20 @@ class PairCounters:
     mismatches: int = 0
 
 
+@dataclass(slots=True)
+class OwnTimes:
+    """Smoothed times of what is computed here: one layer's experts while all are, and one pair in a call's company."""
+
+    layer_s: float = 0.0
+    pair_s: float = 0.0
+
+    def observe_layer(self, took_s: float) -> None:
+        self.layer_s += (took_s - self.layer_s) / 32 if self.layer_s else took_s
+
+    def observe_pairs(self, pairs: int, took_s: float) -> None:
+        self.pair_s += (took_s / pairs - self.pair_s) / 8 if self.pair_s else took_s / pairs
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerRoute:
     """A layer's route as tensors: worker number of each expert (0 = here) and who the numbers are."""
@@ -83,220 +108,266 @@ class _LayerRoute:
 
 
 class FanoutDispatch:
-    """Implements `model.trunk.ExpertDispatch` over a local shard and a crew of proven workers.
+    """Implements `model.trunk.ExpertDispatch` over our own experts and a crew of proven workers.
 
-    `load_missing(layer, experts)` puts experts that are not held into `shard` (from the checkpoint), for when nobody
-    else can compute them in time. `deadline_s(peer, pairs)` says how long a call may take.
-    `spot_check(pairs)` decides whether a call's answer is compared with our own result before it is used.
+    `spot_check()` decides whether a call's answer is compared with our own result before it is used. `body_bytes_max`
+    is the largest frame that may be sent.
     """
 
     def __init__(
         self,
-        shard: ExpertShard,
+        own: OwnExperts,
         layers: Sequence[int],
         experts_per_layer: int,
         *,
         crew: Crew,
-        load_missing: Callable[[int, Sequence[ExpertId]], None],
-        deadline_s: Callable[[PeerId, int], float],
         spot_check: Callable[[], bool],
+        patience_s: float,
+        body_bytes_max: int,
     ) -> None:
-        self._shard = shard
+        self._own = own
+        self._layers = tuple(layers)
         self._crew = crew
-        self._load_missing = load_missing
-        self._deadline_s = deadline_s
         self._spot_check = spot_check
-        self._routes: dict[int, _LayerRoute] = {}
-        self._failed: set[PeerId] = set()  # since the last route: nothing more is sent to them
+        self._patience_max_s = patience_s
+        self._body_bytes_max = body_bytes_max
+        self._routes: Mapping[int, _LayerRoute] = {}  # replaced as a whole by the loop
         self._trial_layers: frozenset[int] = frozenset()
-        self.heat = {layer: torch.zeros(experts_per_layer) for layer in layers}
+        self._paused: dict[PeerId, float] = {}  # only this thread's; until when (time.monotonic)
+        self._all_rows = torch.zeros(
+            0, dtype=torch.int64
+        )  # pair_row of all pairs of a forward, made once for all layers
+        self._all_rows_shape = (0, 0)  # T, K
+        self._heat = torch.zeros(len(self._layers), experts_per_layer)  # replaced as a whole by this thread
         self.counters = PairCounters()
-        self.local_layer_s = 0.0  # smoothed time of one layer's experts when all are computed here
+        self.times = OwnTimes()
         self.begin(0)
 
+    # The trio loop's side ------------------------------------------------------------------------------------
+
     def set_route(self, route: Route) -> None:
-        """Takes a new plan; any thread may call it, the next layer computed follows it."""
-        routes = {}
+        """Takes new plans for the layers it names; the next of them that is computed follows it."""
+        routes = dict(self._routes)
         for layer, row in route.peers.items():
+            routes.pop(layer, None)
             peers = tuple(sorted({peer for peer in row if peer is not None}))
             if peers:
-                number = {peer: index + 1 for index, peer in enumerate(peers)} | {None: 0}
-                routes[layer] = _LayerRoute(torch.tensor([number[peer] for peer in row]), peers)
-        self._failed = set()
+                number: dict[PeerId | None, int] = {peer: index for index, peer in enumerate((None, *peers))}
+                where = torch.tensor([number[peer] for peer in row], device=self._own.device)
+                routes[layer] = _LayerRoute(where, peers)
         self._routes = routes
 
     def set_trial_layers(self, layers: frozenset[int]) -> None:
         """Layers whose next rows should be offered for a trial."""
         self._trial_layers = layers
 
+    def heat(self) -> dict[int, list[float]]:
+        """How much each expert of each layer was used lately."""
+        return dict(zip(self._layers, self._heat.tolist(), strict=True))
+
+    # The computing thread's side ------------------------------------------------------------------------------
+
     def begin(self, rows: int) -> None:
-        self._local = torch.zeros(rows, dtype=torch.int64)
-        self._remote = torch.zeros(rows, dtype=torch.int64)
-        self._fallback = torch.zeros(rows, dtype=torch.int64)
+        self._rows = rows
+        self._pairs_per_row = 0
+        self._remote: torch.Tensor | None = None  # [T] int64 on the CPU, as the next one; made when needed
+        self._fallback: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+        self._chosen_layers: list[int] = []
+        self._patience_s = self._patience_max_s
 
     def tally(self) -> RowTally:
-        local, remote, fallback = self._local.tolist(), self._remote.tolist(), self._fallback.tolist()
-        return RowTally(local=local, remote=remote, fallback=fallback, hedged=[0] * len(local))
+        if self._chosen:
+            self._warm()
+        none = [0] * self._rows
+        remote = none if self._remote is None else self._remote.tolist()
+        fallback = none if self._fallback is None else self._fallback.tolist()
+        return RowTally([self._pairs_per_row - each for each in remote], remote, fallback, none)
 
     def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sums of each row's experts: rows [T,D], chosen [T,K] int64, weights [T,K] -> [T,D] float32."""
-        self._warm(layer, chosen)
+        self._chosen.append(chosen)
+        self._chosen_layers.append(layer)
+        self._pairs_per_row += chosen.shape[1]
         if layer in self._trial_layers:
             self._crew.offer_trial(layer, rows, chosen, weights)
         route = self._routes.get(layer)
-        if route is None:
-            started = time.perf_counter()
-            total = self._compute_here(layer, rows, *_all_pairs(chosen, weights))
-            self.local_layer_s += (time.perf_counter() - started - self.local_layer_s) / 32
-            self._local += chosen.shape[1]
-            self.counters.local += chosen.numel()
-            return total
+        if route is None or self._patience_s <= 0:
+            return self._compute_all(layer, rows, chosen, weights)
         return self._split(route, layer, rows, chosen, weights)
+
+    def _compute_all(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        started = time.perf_counter()
+        count, each = chosen.shape
+        if self._all_rows_shape != (count, each):
+            self._all_rows = torch.arange(count, device=chosen.device).repeat_interleave(each)
+            self._all_rows_shape = (count, each)
+        total = self._own.compute(layer, rows, self._all_rows, chosen.reshape(-1), weights.reshape(-1))
+        self.times.observe_layer(time.perf_counter() - started)
+        self.counters.local += chosen.numel()
+        return total
 
     def _split(
         self, route: _LayerRoute, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         where = route.where[chosen]  # [T,K]
         calls = []
+        counts = torch.bincount(where.reshape(-1), minlength=len(route.peers) + 1).tolist()
         for number, peer in enumerate(route.peers, start=1):
-            mine = where == number
-            if peer in self._failed:
-                where[mine] = 0
-            elif bool(mine.any()):
-                calls.append(self._make_call(peer, layer, rows, chosen, weights, mine))
+            if counts[number]:
+                deadline_s = self._deadline_s(peer, counts[number], rows)
+                if deadline_s is None:
+                    where[where == number] = 0
+                else:
+                    calls.append(_make_call(peer, layer, rows, chosen, weights, where == number, deadline_s))
         if calls:
             self._crew.send(calls)
-        here = where == 0
-        pair_row, slot = here.nonzero(as_tuple=True)
-        total = self._compute_here(layer, rows, pair_row, chosen[pair_row, slot], weights[pair_row, slot])
-        self._local += here.sum(1)
-        self.counters.local += pair_row.shape[0]
+        total = self._compute_share(layer, rows, chosen, weights, where == 0)
         for call in calls:
-            total.index_add_(0, call.rows, self._finish(call))
+            total.index_add_(0, call.rows.to(total.device), self._finish(call).to(total.device))
         return total
 
-    def _make_call(
-        self,
-        peer: PeerId,
-        layer: int,
-        rows: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-        mine: torch.Tensor,
-    ) -> RemoteCall:
-        request, used = pick_pairs(layer, rows, chosen, weights, mine)
-        pairs = request.pair_row.shape[0]
-        return RemoteCall(peer, request, used, self._deadline_s(peer, pairs), request_parts(request))
+    def _deadline_s(self, peer: PeerId, pairs: int, rows: torch.Tensor) -> float | None:
+        """How long a call may take; None when it should not or cannot be made."""
+        if self._paused and self._is_paused(peer):
+            return None
+        most_rows = min(pairs, rows.shape[0])
+        most_bytes = most_rows * rows.shape[1] * rows.element_size() + 12 * pairs + 64
+        if pairs > PAIRS_MAX or most_rows > ROWS_MAX or most_bytes > self._body_bytes_max:
+            return None
+        return self._crew.deadline_s(peer, pairs, pairs * self.times.pair_s)
+
+    def _compute_share(
+        self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, here: torch.Tensor
+    ) -> torch.Tensor:
+        """Our own part, where `here` [T,K] is true, while the frames fly."""
+        pair_row, slot = here.nonzero(as_tuple=True)
+        started = time.perf_counter()
+        total = self._own.compute(layer, rows, pair_row, chosen[pair_row, slot], weights[pair_row, slot])
+        pairs = pair_row.shape[0]
+        if pairs:
+            self.times.observe_pairs(pairs, time.perf_counter() - started)
+        self.counters.local += pairs
+        return total
 
     def _finish(self, call: RemoteCall) -> torch.Tensor:
         """The call's partial sums [R,D] float32: the worker's when right and in time, else our own."""
         pairs_of_row = torch.bincount(call.request.pair_row, minlength=call.request.rows.shape[0])
-        sums = self._await_answer(call)
-        if sums is not None:
+        right, sums = self._await_answer(call)
+        if self._remote is None or self._fallback is None:
+            self._remote = torch.zeros(self._rows, dtype=torch.int64)
+            self._fallback = torch.zeros(self._rows, dtype=torch.int64)
+        if right:
             self._remote[call.rows] += pairs_of_row
             self.counters.remote += call.pairs
-            return sums
-        self._failed.add(call.peer)
-        self._local[call.rows] += pairs_of_row
-        self._fallback[call.rows] += pairs_of_row
-        self.counters.local += call.pairs
-        self.counters.fallbacks += call.pairs
-        return self._own_sums(call.request)
-
-    def _await_answer(self, call: RemoteCall) -> torch.Tensor | None:
-        """The worker's sums, or None when they are late, lost or wrong; the crew is told which."""
-        if not call.done.wait(call.deadline_s):
-            call.abandoned = True
-            self._crew.report(call, None)
-            return None
-        if call.answer is None:
-            self._crew.report(call, call.error)
-            return None
-        rows, hidden_size = call.request.rows.shape
-        dtype = call.request.rows.dtype
-        try:
-            sums = read_answer(call.answer, rows=rows, hidden_size=hidden_size, dtype=dtype).to(torch.float32)
-            if self._spot_check():
-                self._compare(sums, call.request)
-        except Misbehaved as error:
-            self._crew.report(call, error, wrong=True)
-            return None
-        self._crew.report(call, None)
+        else:
+            self._pause(call.peer)
+            self._fallback[call.rows] += pairs_of_row
+            self.counters.local += call.pairs
+            self.counters.fallbacks += call.pairs
         return sums
 
-    def _compare(self, sums: torch.Tensor, request: ExpertRequest) -> None:
-        """Holds an answer against our own result before it is used; raises Misbehaved when they differ."""
-        self.counters.spot_checks += 1
-        if not agrees(sums, self._own_sums(request), request.rows.dtype):
-            self.counters.mismatches += 1
-            raise wrong_result()
+    def _await_answer(self, call: RemoteCall) -> tuple[bool, torch.Tensor]:
+        """(True, the worker's sums), or (False, our own) when they are late, lost or wrong; the crew is told which."""
+        started = time.monotonic()
+        if not call.done.wait(max(0.0, call.due_at - started)):
+            call.abandoned = True
+            self._patience_s -= time.monotonic() - started
+            self._crew.report(call, CallTimeout(f"no answer within {call.deadline_s * 1000:.0f} ms"))
+            return False, self._own.sums(call.request)
+        if call.answer is None:
+            self._crew.report(call, call.error)
+            return False, self._own.sums(call.request)
+        return self._check(call, call.answer)
 
-    def _own_sums(self, request: ExpertRequest) -> torch.Tensor:
-        pairs = (request.pair_row.long(), request.pair_expert.long(), request.pair_weight)
-        return self._compute_here(request.layer, request.rows, *pairs)
+    def _check(self, call: RemoteCall, answer: memoryview) -> tuple[bool, torch.Tensor]:
+        """Holds an answer to what was asked, and sometimes against our own result, before it is used."""
+        rows, hidden_size = call.request.rows.shape
+        dtype = call.request.rows.dtype
+        own: torch.Tensor | None = None
+        try:
+            sums = read_answer(answer, rows=rows, hidden_size=hidden_size, dtype=dtype).to(torch.float32)
+            if self._spot_check():
+                self.counters.spot_checks += 1
+                own = self._own.sums(call.request)
+                if not agrees(sums, own, dtype):
+                    self.counters.mismatches += 1
+                    raise wrong_result()
+        except Misbehaved as error:
+            own = self._own.sums(call.request) if own is None else own
+            if bool(torch.isfinite(own).all()):  # else the model itself overflows there, and nobody is to blame
+                self._crew.report(call, error, wrong=True)
+            return False, own
+        self._crew.report(call, None)
+        return True, sums
 
-    def _compute_here(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        pair_row: torch.Tensor,
-        pair_expert: torch.Tensor,
-        pair_weight: torch.Tensor,
-    ) -> torch.Tensor:
-        return compute_with(self._shard, self._load_missing, layer, rows, pair_row, pair_expert, pair_weight)
+    def _pause(self, peer: PeerId) -> None:
+        now = time.monotonic()
+        self._paused[peer] = now + PAUSE_S
+        if len(self._paused) > PAUSED_MAX:
+            self._paused = {each: until for each, until in self._paused.items() if until > now}
 
-    def _warm(self, layer: int, chosen: torch.Tensor) -> None:
-        heat = self.heat[layer]
-        heat.mul_(HEAT_DECAY).add_(torch.bincount(chosen.reshape(-1), minlength=heat.shape[0]))
+    def _is_paused(self, peer: PeerId) -> bool:
+        until = self._paused.get(peer)
+        if until is not None and until <= time.monotonic():
+            del self._paused[peer]
+            return False
+        return until is not None
+
+    def _warm(self) -> None:
+        """Counts the experts that this forward used: all layers in one go, because each by itself costs more."""
+        chosen = torch.stack(self._chosen).flatten(1).cpu()  # [L, T × K]
+        self._chosen.clear()
+        used = torch.zeros(chosen.shape[0], self._heat.shape[1])
+        used.scatter_add_(1, chosen, torch.ones((), dtype=used.dtype).expand(chosen.shape))
+        if tuple(self._chosen_layers) != self._layers:
+            each = torch.zeros_like(self._heat)
+            each[[self._layers.index(layer) for layer in self._chosen_layers]] = used
+            used = each
+        self._heat = self._heat * HEAT_DECAY + used
+
+
+def _make_call(
+    peer: PeerId,
+    layer: int,
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    mine: torch.Tensor,
+    deadline_s: float,
+) -> RemoteCall:
+    request, used = pick_pairs(layer, rows, chosen, weights, mine)
+    return RemoteCall(peer, request, used, deadline_s, time.monotonic() + deadline_s, request_parts(request))
 
 
 def pick_pairs(
     layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
 ) -> tuple[ExpertRequest, torch.Tensor]:
-    """The request for the pairs where `mask` [T,K] is true, each row once; and which rows [R] it took."""
+    """The request for the pairs where `mask` [T,K] is true, each row once; and which rows [R] it took.
+
+    All of it copies on the CPU, wherever the arguments are.
+    """
     pair_row, slot = mask.nonzero(as_tuple=True)
     used, compact = torch.unique_consecutive(pair_row, return_inverse=True)  # nonzero is in row order
     request = ExpertRequest(
         layer=layer,
-        rows=rows[used],
-        pair_row=compact.to(torch.int32),
-        pair_expert=chosen[pair_row, slot].to(torch.int32),
-        pair_weight=weights[pair_row, slot].to(torch.float32),
+        rows=rows[used].cpu(),
+        pair_row=compact.to("cpu", torch.int32),
+        pair_expert=chosen[pair_row, slot].to("cpu", torch.int32),
+        pair_weight=weights[pair_row, slot].to("cpu", torch.float32),
     )
-    return request, used
-
-
-def compute_with(
-    shard: ExpertShard,
-    load_missing: Callable[[int, Sequence[ExpertId]], None],
-    layer: int,
-    rows: torch.Tensor,
-    pair_row: torch.Tensor,
-    pair_expert: torch.Tensor,
-    pair_weight: torch.Tensor,
-) -> torch.Tensor:
-    """`ExpertShard.compute`, after what is missing was loaded."""
-    missing = set(pair_expert.unique().tolist()) - shard.held(layer)
-    if missing:
-        load_missing(layer, [ExpertId(layer, index) for index in sorted(missing)])
-    return shard.compute(layer, rows, pair_row, pair_expert, pair_weight)
+    return request, used.cpu()
 
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest difference, as a share of the largest value, that honest machines show: order of addition and rounding."""
+"""Largest difference, as a share of a row's largest value, that honest machines show: order of sums and rounding."""
 
 
 def agrees(sums: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results of the same request are the same up to honest rounding. Shapes: [R,D] both."""
-    scale = max(float(own.abs().max()), 1e-6)
-    return bool(float((sums - own).abs().max()) <= TOLERANCES[dtype] * scale)
+    """Whether two results [R,D] of the same request are the same up to honest rounding, in every row by itself."""
+    scale = own.abs().amax(1).clamp_min(1e-6)
+    return bool(((sums - own).abs().amax(1) <= TOLERANCES[dtype] * scale).all())
 
 
 def wrong_result() -> Misbehaved:
     return Misbehaved(RejectReason.BAD_RESULT, "an answer differs from our own result")
-
-
-def _all_pairs(chosen: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    count, each = chosen.shape
-    pair_row = torch.arange(count, device=chosen.device).repeat_interleave(each)
-    return pair_row, chosen.reshape(-1), weights.reshape(-1)

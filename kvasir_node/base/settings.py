@@ -122,6 +122,9 @@ class StoreSettings:
     fetch_in_flight_max: int = 8  # blocks asked of one provider at once
     fetch_timeout_s: float = 20 * SECONDS  # one block
     fetch_attempts_max: int = 8  # of one block, over all providers
+    quota_bytes: int = 64 * GIB  # blocks fetched from others; the longest unused go first, those in use never; 0 = none
+    upload_bytes_s: int = 0  # blocks sent to all peers together; 0 = no limit
+    download_bytes_s: int = 0  # blocks fetched from all peers together; 0 = no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,15 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
 }
-_MAY_BE_ZERO = {"coordinator.queue", "coordinator.context", "fanout.spot_check_ratio", "market.surge_copies_max"}
+_MAY_BE_ZERO = {
+    "coordinator.queue",
+    "coordinator.context",
+    "fanout.spot_check_ratio",
+    "market.surge_copies_max",
+    "store.quota_bytes",
+    "store.upload_bytes_s",
+    "store.download_bytes_s",
+}
 _SECRETS = {"api.key"}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*((?:[KMGT]i?)?B?)\Z", re.ASCII | re.IGNORECASE)
 _DEVICE = re.compile(r"(auto|cpu|cuda(:[0-9]{1,3})?)\Z", re.ASCII)
@@ -333,7 +344,7 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
     if isinstance(value, bool):
         raise wrong
     try:
-        if isinstance(value, str) and key.endswith(("_bytes", "_bytes_max")):
+        if isinstance(value, str) and key.endswith(("_bytes", "_bytes_max", "_bytes_s")):
             number: int | float = parse_size(value)
         else:
             number = kind(value)

@@ -5,6 +5,8 @@ damaged disk or an edited checkpoint costs a refetch or an error, never a wrong 
 roles run them in threads, and any number of threads may call at once.
 
 Layout: `blocks/XY/CID` (XY = the third and second last letters of the Cid: 1024 folders, evenly filled) and `tmp/`.
+A file's modification time says when the block was used last. When own files would exceed `quota_bytes`, those used
+longest ago are deleted; those that somebody pinned never are.
 """
 
 from __future__ import annotations
@@ -14,19 +16,27 @@ import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvasir_node.base.content import BlockSource, read_source, source_bytes
 from kvasir_node.base.errors import CapacityError, DataError
-from kvasir_node.base.ids import Cid, digest_of
+from kvasir_node.base.ids import Cid, digest_of, parse_cid
+
+EVICT_TO_RATIO = 0.95  # of the quota: looking at every file is worth it only when it makes room for many blocks
 
 
 class BlockStore:
     """All blocks under one folder. Several processes may use the same folder at once."""
 
-    def __init__(self, directory: Path) -> None:
-        """Makes the folders and clears what writers that were killed left behind."""
+    def __init__(self, directory: Path, *, quota_bytes: int = 0) -> None:
+        """Makes the folders and clears what writers that were killed left behind. `quota_bytes` 0 = no quota."""
+        self._quota_bytes = quota_bytes
+        self._room = threading.Lock()  # of the three below
+        self._used_bytes: int | None = None  # of own files; None until they were counted
+        self._writing_bytes = 0  # of blocks that are being stored
+        self._pins: dict[str, frozenset[Cid]] = {}
         self._blocks = directory / "blocks"
         self._temporary = directory / "tmp"
         self._mapped: dict[Cid, BlockSource] = {}
@@ -54,6 +64,9 @@ class BlockStore:
         """
         if (data := self._get_own(cid)) is not None:
             return data
+        return self._get_mapped(cid)
+
+    def _get_mapped(self, cid: Cid) -> bytes | None:
         source = self._mapped.get(cid)
         if source is None:
             return None
@@ -76,6 +89,10 @@ class BlockStore:
         path = self._path(cid)
         if path.exists():
             return
+        with self._room_for(len(data)):
+            self._write(path, cid, data)
+
+    def _write(self, path: Path, cid: Cid, data: bytes | memoryview) -> None:
         try:
             path.parent.mkdir(exist_ok=True)
             with self._temporary_file() as (descriptor, temporary):
@@ -90,6 +107,44 @@ class BlockStore:
                 "space, or set node.data_dir to a folder that can be written"
             ) from error
 
+    def pin(self, owner: str, cids: Iterable[Cid]) -> None:
+        """Keeps blocks from being deleted for room until `unpin` of the same owner; more calls add up.
+
+        Only in this process: another one that fetches into the same folder does not see it.
+        """
+        with self._room:
+            self._pins[owner] = self._pins.get(owner, frozenset()).union(cids)
+
+    def unpin(self, owner: str) -> None:
+        with self._room:
+            self._pins.pop(owner, None)
+
+    def own(self) -> Iterator[tuple[Cid, int]]:
+        """Every block that has a file here, and its bytes; what else lies in the folder is passed over."""
+        for entry in self._own_files():
+            with contextlib.suppress(FileNotFoundError):
+                yield Cid(entry.name), entry.stat().st_size
+
+    def check_own(self, cid: Cid) -> bool:
+        """Whether the block's own file, if any, is right; a damaged one is deleted."""
+        path = self._path(cid)
+        return not path.exists() or self._get_own(cid) is not None
+
+    def check_mapped(self, cid: Cid) -> bool:
+        """Whether the mapped bytes, if any, are still what the Cid promises. Raises nothing for a file that is gone."""
+        try:
+            return self._get_mapped(cid) is not None or cid not in self._mapped
+        except DataError:
+            return False
+
+    def drop_own(self, cid: Cid) -> None:
+        """Deletes the block's own file; a mapping stays."""
+        path = self._path(cid)
+        with contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._note_freed(size)
+
     def map(self, cid: Cid, source: BlockSource) -> None:
         """Lets the block be read from where its bytes already are. Not kept over a restart: the catalog is."""
         self._mapped[cid] = source
@@ -100,7 +155,7 @@ class BlockStore:
     def delete(self, cid: Cid) -> None:
         """Forgets a block: its file and its mapping; a checkpoint is never touched."""
         self.unmap(cid)
-        self._path(cid).unlink(missing_ok=True)
+        self.drop_own(cid)
 
     def _path(self, cid: Cid) -> Path:
         digest_of(cid)  # refuses what is not a Cid, so no name can leave the folder
@@ -115,9 +170,69 @@ class BlockStore:
         except OSError as error:
             raise DataError(f"cannot read block {cid} at {path}: {error.strerror}; check the disk") from error
         if _matches(cid, data):
+            if self._quota_bytes:
+                with contextlib.suppress(OSError):
+                    os.utime(path)
             return data
-        path.unlink(missing_ok=True)
+        self.drop_own(cid)
         return None
+
+    # Room.
+
+    def _own_files(self) -> Iterator[os.DirEntry[str]]:
+        for folder in self._blocks.iterdir():
+            with contextlib.suppress(NotADirectoryError, FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(DataError):
+                        parse_cid(entry.name)
+                        yield entry
+
+    @contextlib.contextmanager
+    def _room_for(self, size: int) -> Iterator[None]:
+        """Raises CapacityError when the quota leaves no room even without all that nobody uses."""
+        if not self._quota_bytes:
+            yield
+            return
+        with self._room:
+            if self._used_bytes is None:
+                self._used_bytes = sum(size for _, size in self.own())
+            if self._used_bytes + self._writing_bytes + size > self._quota_bytes:
+                self._evict(size)
+            self._writing_bytes += size
+        try:
+            yield
+            with self._room:
+                self._used_bytes += size
+        finally:
+            with self._room:
+                self._writing_bytes -= size
+
+    def _note_freed(self, size: int) -> None:
+        with self._room:
+            if self._used_bytes is not None:
+                self._used_bytes = max(0, self._used_bytes - size)
+
+    def _evict(self, size: int) -> None:
+        """Counts again, as other processes write here too, and deletes what was unused longest."""
+        pinned = frozenset[Cid]().union(*self._pins.values())
+        files: list[tuple[int, int, Cid]] = []
+        for entry in self._own_files():
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                files.append((status.st_mtime_ns, status.st_size, Cid(entry.name)))
+        used = self._writing_bytes + sum(each for _, each, _ in files)
+        for _, each, cid in sorted(files):
+            if used + size <= int(self._quota_bytes * EVICT_TO_RATIO):
+                break
+            if cid not in pinned:
+                self._path(cid).unlink(missing_ok=True)
+                used -= each
+        self._used_bytes = used - self._writing_bytes
+        if used + size > self._quota_bytes:
+            raise CapacityError(
+                f"a block of {size} bytes does not fit: {used} of the {self._quota_bytes} bytes of store.quota_bytes "
+                "are taken by blocks in use; raise it, or let go of a model or slice"
+            )
 
     @contextlib.contextmanager
     def _temporary_file(self) -> Iterator[tuple[int, Path]]:

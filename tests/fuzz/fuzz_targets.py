@@ -1,0 +1,215 @@
+"""Every decoder that reads bytes of strangers, under one shape: bytes in, nothing out, only KvasirErrors raised.
+
+Used twice: by `test_hostile_bytes.py` (hypothesis, in CI) and by `fuzz_decoders.py` (atheris, by hand). A target that
+accepts bytes also spells them again and compares, so that a decoder never reads two spellings as one thing.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvasir_node.base.errors import KvasirError
+from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
+from kvasir_node.decide.demand import Wanted
+from kvasir_node.model import manifest as manifests
+from kvasir_node.model.manifest import LayerNode, Manifest
+from kvasir_node.model.tensor_file import TensorSpec, expert_file, parse_expert_file, parse_json_object, read_header
+from kvasir_node.net.muxer_frames import FrameReader
+from kvasir_node.net.rpc_frames import FrameAssembler, Kind, decode_error, pack_header
+from kvasir_node.wire import messages
+from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
+from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
+from kvasir_node.wire.envelope import open_record
+from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_answer, read_request, request_parts
+from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
+
+HIDDEN = 4
+PARTS: dict[str, TensorSpec] = {"gate": ("F32", (2, 4), 32), "up": ("F32", (2, 4), 32), "down": ("F32", (4, 2), 32)}
+BODY_BYTES_MAX = 1024
+_MEMORY_FILE = os.memfd_create("hostile")
+
+_expert = BlobRef(cid_of(b"expert"), len(expert_file(PARTS)) + 96)
+_node = BlobRef(cid_of(b"trunk node", DAG_CBOR_CODEC), 3 << 20)
+MANIFEST = Manifest(
+    name="tiny",
+    family="qwen3_moe",
+    config=BlobRef(cid_of(b"config"), 100),
+    maths={"activation": "silu", "form": "glu"},
+    layer_nodes={0: cid_of(b"layer 0", DAG_CBOR_CODEC), 2: cid_of(b"layer 2", DAG_CBOR_CODEC)},
+    experts_per_layer=2,
+    chosen_per_row=1,
+    hidden_size=4,
+    expert_hidden_size=2,
+    dtype="F32",
+    expert_bytes=_expert.size,
+    files={"tokenizer.json": BlobRef(cid_of(b"tokenizer"), 9)},
+    trunk=_node,
+)
+_MODEL = ModelId(MANIFEST.model)
+_SLICE = SliceId(2, 0, 1)
+_ADDRESS = "/ip4/192.0.2.1/tcp/9481"
+
+
+def _manifest(data: bytes) -> None:
+    assert manifests.encode_manifest(manifests.decode_manifest(data)) == data
+
+
+def _layer_node(data: bytes) -> None:
+    assert manifests.encode_layer_node(manifests.decode_layer_node(data, MANIFEST, 2)) == data
+
+
+def _blob_node(data: bytes) -> None:
+    node = decode_blob_node(data)
+    assert encode_blob_node(node.size, node.blocks) == data
+
+
+def _want(data: bytes) -> None:
+    assert encode_want(decode_want(data)) == data
+
+
+def _answer(data: bytes) -> None:
+    assert b"".join(encode_answer(decode_answer(data, 3))) == data
+
+
+def _expert_file(data: bytes) -> None:
+    assert set(parse_expert_file(data, PARTS)) == set(PARTS)
+
+
+def _safetensors(data: bytes) -> None:
+    os.ftruncate(_MEMORY_FILE, 0)
+    os.pwrite(_MEMORY_FILE, data, 0)
+    tensors = read_header(Path(f"/proc/self/fd/{_MEMORY_FILE}"))
+    assert sum(tensor.nbytes for tensor in tensors.values()) < len(data)
+
+
+def _json(data: bytes) -> None:
+    parse_json_object(data, "config.json")
+
+
+def _rpc_frames(data: bytes) -> None:
+    assembler = FrameAssembler(BODY_BYTES_MAX)
+    for at in range(0, len(data), 7):
+        for frame in assembler.feed(data[at : at + 7]):
+            assert len(frame.body) <= BODY_BYTES_MAX
+
+
+def _rpc_error(data: bytes) -> None:
+    assert isinstance(decode_error(data), KvasirError)
+
+
+def _muxer_frames(data: bytes) -> None:
+    seen = sum(len(part.payload or b"") for part in FrameReader().feed(data))
+    assert seen <= len(data)
+
+
+def _request(data: bytes) -> None:
+    request = read_request(memoryview(bytearray(data)), hidden_size=HIDDEN)
+    assert b"".join(request_parts(request)) == data
+
+
+def _sums(data: bytes) -> None:
+    sums = read_answer(memoryview(bytearray(data)), rows=2, hidden_size=HIDDEN, dtype=torch.float32)
+    assert b"".join(answer_parts(sums)) == data
+
+
+def _ticket(data: bytes) -> None:
+    read_ticket(data.decode("utf-8", "replace"))
+
+
+def _record(data: bytes) -> None:
+    open_record("demand", data, body_bytes_max=4096)
+
+
+def _message(read: Callable[[bytes], Any]) -> Callable[[bytes], None]:
+    """A number may come as 0 or 0.0, so here the values are compared, not the bytes."""
+
+    def target(data: bytes) -> None:
+        message = read(data)
+        assert read(message.to_bytes()) == message
+
+    return target
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "manifest": _manifest,
+    "layer node": _layer_node,
+    "blob node": _blob_node,
+    "want-list": _want,
+    "block answer": _answer,
+    "expert file": _expert_file,
+    "safetensors": _safetensors,
+    "json": _json,
+    "rpc frames": _rpc_frames,
+    "rpc error": _rpc_error,
+    "muxer frames": _muxer_frames,
+    "expert request": _request,
+    "expert answer": _sums,
+    "ticket": _ticket,
+    "signed record": _record,
+    "demand": _message(messages.DemandRecord.from_bytes),
+    "table": _message(messages.DemandTable.from_bytes),
+    "poll": _message(messages.Poll.from_bytes),
+    "poll answer": _message(messages.read_poll_answer),
+    "renewal": _message(messages.Renewal.from_bytes),
+    "verdict": _message(messages.LeaseVerdict.from_bytes),
+    "attachment": _message(messages.Attachment.from_bytes),
+    "standing": _message(messages.Standing.from_bytes),
+    "about": _message(messages.About.from_bytes),
+}
+
+
+def hold(name: str, data: bytes) -> bool:
+    """Gives bytes to a target; whether they were accepted. Any exception but a KvasirError is a finding."""
+    try:
+        TARGETS[name](data)
+    except KvasirError:
+        return False
+    return True
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """At least one accepted input per target, for mutation."""
+    wanted = (Wanted(_SLICE, 2, (PeerId("ann"),)),)
+    demand = messages.DemandRecord(17, 7, 1.7e9, 30.0, _MODEL, "demo", 1 << 24, (_ADDRESS,), 4, 4, 9, wanted)
+    row = messages.TableRow(_MODEL, _SLICE, want=2, proven=1, leased=1)
+    floats = torch.arange(8, dtype=torch.float32).view(2, HIDDEN)
+    pair = torch.tensor([0, 1], dtype=torch.int32)
+    request = ExpertRequest(3, floats, pair, pair, torch.ones(2))
+    layer = LayerNode(2, (_expert, _expert))
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}'
+    call = pack_header(Kind.CALL, 1, 5, 3) + b"abc" + pack_header(Kind.CANCEL, 0, 5, 0)
+    return {
+        "manifest": [manifests.encode_manifest(MANIFEST)],
+        "layer node": [manifests.encode_layer_node(layer)],
+        "blob node": [encode_blob_node(3 << 20, [cid_of(bytes((n,))) for n in range(3)])],
+        "want-list": [encode_want([cid_of(bytes((n,))) for n in range(3)])],
+        "block answer": [struct.pack("<I", 2) + b"ab" + b"\xff\xff\xff\xff" + b"\xfe\xff\xff\xff"],
+        "expert file": [expert_file(PARTS) + bytes(96)],
+        "safetensors": [len(header).to_bytes(8, "little") + header + bytes(8)],
+        "json": [b'{"model_type": "qwen3_moe", "a": [1, 2.5, null, {"b": true}]}'],
+        "rpc frames": [call],
+        "rpc error": [b"\x07bad_message\nwords", b"\x04busy"],
+        "muxer frames": [struct.pack("!BBHII", 0, 0, 1, 1, 4) + b"data" + struct.pack("!BBHII", 0, 2, 1, 0, 9)],
+        "expert request": [b"".join(request_parts(request))],
+        "expert answer": [b"".join(answer_parts(floats))],
+        "ticket": [write_ticket(Ticket(bytes(32), (f"{_ADDRESS}/p2p/12D3KooW",))).encode()],
+        "signed record": [demand.to_bytes()],
+        "demand": [demand.to_bytes()],
+        "table": [messages.DemandTable(17, 9, 1.7e9, 30.0, (_ADDRESS,), (row,)).to_bytes()],
+        "poll": [messages.Poll(1 << 31, ((_MODEL, _SLICE),), ()).to_bytes()],
+        "poll answer": [
+            messages.NoOffer(2.5).to_bytes(),
+            messages.Offer("1.1", _MODEL, _SLICE, PeerId("carl"), (_ADDRESS,), 15.0).to_bytes(),
+        ],
+        "renewal": [messages.Renewal("1.1", _MODEL, _SLICE, PeerId("carl"), serving=True, progress=4).to_bytes()],
+        "verdict": [messages.LeaseVerdict(15.0, "").to_bytes()],
+        "attachment": [messages.Attachment(_MODEL, (_SLICE,)).to_bytes()],
+        "standing": [messages.Standing(_SLICE, "proven").to_bytes()],
+        "about": [messages.About("name", "0.1.0", ("hub",), (_ADDRESS,)).to_bytes()],
+    }

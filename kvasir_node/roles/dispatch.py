@@ -27,7 +27,8 @@ from kvasir_node.net.rpc import CallStream
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.wire.tensors import PAIRS_MAX, ROWS_MAX, ExpertRequest, read_answer, request_parts
 
-HEAT_DECAY = 0.99  # of an expert's heat at each forward
+HEAT_EVERY = 4  # forwards of which one is counted: that is enough to share experts out, and costs a quarter
+HEAT_DECAY = 0.96  # of an expert's heat at each forward that is counted
 PAUSE_S = 0.25  # nothing is sent to a peer this long after a call to it failed; the loop learns of it meanwhile
 PAUSED_MAX = 256  # peers in a pause that are remembered
 
@@ -138,6 +139,7 @@ class FanoutDispatch:
             0, dtype=torch.int64
         )  # pair_row of all pairs of a forward, made once for all layers
         self._all_rows_shape = (0, 0)  # T, K
+        self._forwards = 0
         self._heat = torch.zeros(len(self._layers), experts_per_layer)  # replaced as a whole by this thread
         self.counters = PairCounters()
         self.times = OwnTimes()
@@ -174,6 +176,8 @@ class FanoutDispatch:
         self._fallback: torch.Tensor | None = None
         self._chosen: list[torch.Tensor] = []
         self._chosen_layers: list[int] = []
+        self._counts_heat = self._forwards % HEAT_EVERY == 0
+        self._forwards += 1
         self._patience_s = self._patience_max_s
 
     def tally(self) -> RowTally:
@@ -186,8 +190,9 @@ class FanoutDispatch:
 
     def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sums of each row's experts: rows [T,D], chosen [T,K] int64, weights [T,K] -> [T,D] float32."""
-        self._chosen.append(chosen)
-        self._chosen_layers.append(layer)
+        if self._counts_heat:
+            self._chosen.append(chosen)
+            self._chosen_layers.append(layer)
         self._pairs_per_row += chosen.shape[1]
         if layer in self._trial_layers:
             self._crew.offer_trial(layer, rows, chosen, weights)
@@ -315,7 +320,7 @@ class FanoutDispatch:
         return until is not None
 
     def _warm(self) -> None:
-        """Counts the experts that this forward used: all layers in one go, because each by itself costs more."""
+        """Counts the experts that this forward used: all layers in one go, because each by itself would cost more."""
         chosen = torch.stack(self._chosen).flatten(1).cpu()  # [L, T × K]
         self._chosen.clear()
         used = torch.zeros(chosen.shape[0], self._heat.shape[1])

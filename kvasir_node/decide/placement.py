@@ -122,7 +122,7 @@ class Placement:
         self._hubs: tuple[PeerId, ...] = ()
         self._asked: PeerId | None = None  # by the poll that is under way
         self._poll_at = 0.0
-        self._failures = 0  # fetches and loads, since a slice of ours was proven
+        self._failures = 0  # fetches and loads that failed through no peer, since a slice of ours was proven
         self._no_poll_before = 0.0  # because of them
         self._open_copies: int | None = None
         self._table_at = float("-inf")
@@ -297,9 +297,11 @@ class Placement:
             if retry:
                 return self._retry_attach(held, now)
         elif held.stage in (Stage.FETCHING, Stage.LOADING):
-            pause_s = self._limits.poll_interval_s * 2.0 ** min(self._failures, 32)
+            # A peer's fault, such as a coordinator that died, is no reason to keep away from all others for long.
+            doublings = 0 if retry else min(self._failures, 32)
+            pause_s = self._limits.poll_interval_s * 2.0**doublings
             self._no_poll_before = now + min(self._limits.failure_pause_max_s, pause_s)
-            self._failures += 1
+            self._failures += not retry
         return self._start_drain(held.assignment.lease, release=True)
 
     def _on_coordinator_lost(self, held: _Held, now: float) -> list[Command]:

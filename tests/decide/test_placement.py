@@ -246,6 +246,44 @@ def test_a_hub_that_does_not_answer_is_asked_last():
     assert player.ticks() == [PollHub(HUB_2)]
 
 
+def test_hubs_are_asked_in_turn_because_one_may_know_of_demand_that_another_does_not():
+    player = Player()
+    hubs = tuple(PeerId(f"hub {number}") for number in range(6))
+    player.hears(HubsKnown(hubs))
+    asked, began_at = [], player.now
+    for _ in range(12):
+        (poll,) = player.ticks()
+        asked.append(poll.hub)
+        player.hears(NothingOffered(2.0))
+    assert asked == [*hubs, *hubs]
+    assert player.now - began_at < 12 * 2.0 / 4 + 1  # four in the time that each wants to be left alone
+
+
+def test_a_new_hub_is_asked_next_and_the_others_keep_their_turn():
+    player = Player()
+    player.hears(HubsKnown((HUB, HUB_2)))
+    player.ticks()
+    player.hears(NothingOffered(2.0))
+    player.hears(HubsKnown((HUB, HUB_2, CARL)))
+    asked = []
+    for _ in range(3):
+        (poll,) = player.ticks()
+        asked.append(poll.hub)
+        player.hears(NothingOffered(2.0))
+    assert asked == [CARL, HUB_2, HUB]
+
+
+def test_law_8_fetches_that_fail_through_a_peer_do_not_keep_a_worker_from_all_others():
+    player = polling()
+    for number in range(1, 12):
+        player.hears(OfferReceived(lease(number), 15.0))
+        player.hears(StepFailed(f"lease {number}", retry=True))
+        failed_at = player.now
+        player.hears(Drained(f"lease {number}"))
+        assert player.ticks() == [PollHub(HUB)]
+        assert player.now - failed_at <= 4.0
+
+
 def test_without_a_hub_there_is_nothing_to_wait_for():
     player = polling()
     player.hears(NothingOffered(2.0))

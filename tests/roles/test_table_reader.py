@@ -28,7 +28,7 @@ def reader(autojump_clock):
     return TableReader(SECRET, clock_skew_max_s=600)
 
 
-async def test_a_members_newer_table_counts_and_replays_change_nothing(reader):
+async def test_a_members_newer_table_counts_and_replays_change_nothing(autojump_clock, reader):
     first = with_membership(SECRET, table(1))
     assert reader.take(first)
     assert reader.open_copies() == 1
@@ -39,7 +39,7 @@ async def test_a_members_newer_table_counts_and_replays_change_nothing(reader):
     assert reader.open_copies() == 3
 
 
-async def test_law_7_a_stranger_and_a_forger_change_nothing(reader):
+async def test_law_7_a_stranger_and_a_forger_change_nothing(autojump_clock, reader):
     assert not reader.take(table())
     assert not reader.take(with_membership(b"x" * 32, table()))
     good = bytearray(with_membership(SECRET, table()))
@@ -51,12 +51,12 @@ async def test_law_7_a_stranger_and_a_forger_change_nothing(reader):
     assert reader.take(bytes(good))
 
 
-async def test_a_clock_ten_minutes_off_is_tolerated_and_more_is_not(reader):
+async def test_a_clock_ten_minutes_off_is_tolerated_and_more_is_not(autojump_clock, reader):
     assert not reader.take(with_membership(SECRET, table(1, at=time.time() - 700)))
     assert reader.take(with_membership(SECRET, table(1, at=time.time() - 500)))
 
 
-async def test_a_table_ends_with_its_ttl_and_its_replay_still_changes_nothing(reader):
+async def test_a_table_ends_with_its_ttl_and_its_replay_still_changes_nothing(autojump_clock, reader):
     import trio
 
     sent = with_membership(SECRET, table(1, ttl_s=5))

@@ -76,6 +76,16 @@ class Admission:
     def oldest_wait_s(self, now: float) -> float:
         return now - next(iter(self._waiting.values())) if self._waiting else 0.0
 
+    @property
+    def room(self) -> int:
+        """How many requests could arrive now before one is refused."""
+        return self._limits.slots - self.busy + self._limits.queue - self.queued
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a request that is refused now may fairly try again."""
+        return max(1.0, self._service_s * (self.queued + 1) / self._limits.slots)
+
     def arrive(self, request: int, now: float) -> Admitted | Queued | Refused:
         """A new request; one that is Queued is admitted later by the `leave` of another."""
         if request in self._busy or request in self._waiting:
@@ -87,7 +97,7 @@ class Admission:
             self._waiting[request] = now
             answer = Queued(request, self.queued - 1)
         else:
-            answer = Refused(request, max(1.0, self._service_s * (self.queued + 1) / self._limits.slots))
+            answer = Refused(request, self.retry_after_s)
         self._observe(now)
         return answer
 

@@ -80,6 +80,11 @@ class SlotCache(Cache):
             self._store(self._values[layer_idx], value_states),
         )
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Gives a slot the first `length` positions of another one."""
+        for pool in (*self._keys, *self._values):
+            pool[target, :, :length] = pool[source, :, :length]
+
     def clear(self, slot: int, length: int) -> None:
         """Zeroes the first `length` positions. Masked keys still take part in the arithmetic (0 × NaN is NaN), so
         what a request left behind could otherwise reach the next one."""

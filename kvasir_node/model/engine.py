@@ -7,21 +7,42 @@ that raises has changed nothing that a later step could see, so it may be repeat
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
-from kvasir_node.model.sampling import bad_rows, choose, uniform
+from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, score, shift, uniform
 from kvasir_node.model.trunk import RowTally, Trunk
+
+
+class Constraint(Protocol):
+    """What an answer may be, token by token; one for each job (see `model/grammar.py`)."""
+
+    @property
+    def ended(self) -> bool:
+        """The answer is complete and nothing but an end token could follow."""
+        ...
+
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        """bool [vocabulary]: which tokens may come next, at least one. Raises UsageError when it cannot tell."""
+        ...
+
+    def take(self, token: int) -> None:
+        """The answer goes on with this token."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request in tokens. `id` is unique among the jobs of an engine."""
+    """One request in tokens. `id` is unique among the jobs of an engine.
+
+    `top_logprobs` None = no scores; else each StepToken carries them, with that many of the likeliest tokens.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -29,6 +50,8 @@ class Job:
     sampling: SamplingOptions
     end_tokens: frozenset[int]
     ignore_end: bool = False
+    top_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +66,14 @@ class AnswerTally:
 
 @dataclass(frozen=True, slots=True)
 class StepToken:
-    """One more token of a job. The token that ends an answer is reported too, with `finished` STOP."""
+    """One more token of a job. An end token is reported too, with `finished` STOP and not as `is_text`."""
 
     job_id: int
     token: int
     finished: FinishReason | None
     tally: AnswerTally
+    is_text: bool = True
+    scores: TokenScores | None = None
 
 
 class BadLogits(DataError):
@@ -56,6 +81,14 @@ class BadLogits(DataError):
 
     def __init__(self, message: str, *, job_id: int) -> None:
         super().__init__(message)
+        self.job_id = job_id
+
+
+class ConstraintFailed(UsageError):
+    """A job's constraint cannot tell what may come next; the job must leave, its neighbours can go on."""
+
+    def __init__(self, error: UsageError, *, job_id: int) -> None:
+        super().__init__(str(error), param=error.param, code=error.code)
         self.job_id = job_id
 
 
@@ -68,6 +101,7 @@ class _Seat:
     seed: int
     fed: int = 0
     answer: list[int] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter[int])  # of the answer's tokens
     tally: AnswerTally = AnswerTally()
 
 
@@ -80,6 +114,7 @@ class _Forward:
     logits: torch.Tensor
     tallies: Sequence[AnswerTally]
     gives_tokens: bool
+    twins: Sequence[_Seat] = ()  # have the prompt that the first seat computed, and get their part of the cache from it
 
 
 class Engine:
@@ -135,7 +170,7 @@ class Engine:
     def step(self) -> list[StepToken]:
         """One token for every running job, and one chunk of the prompt of the job that has waited longest.
 
-        Raises BadLogits that names a job, or whatever the expert dispatch raises.
+        Raises BadLogits or ConstraintFailed that name a job, or whatever the expert dispatch raises.
         """
         forwards = []
         if self._running:
@@ -144,7 +179,8 @@ class Engine:
             forwards.append(self._prefill(self._joining[0]))
         for forward in forwards:
             self._check_logits(forward)
-        return [token for forward in forwards for token in self._commit(forward)]
+        chosen = [self._choose(forward) for forward in forwards]
+        return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
     def _decode(self, seats: Sequence[_Seat]) -> _Forward:
         self._cache.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
@@ -159,7 +195,11 @@ class Engine:
         logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), self._cache)
         fed = seat.fed + len(chunk)
         tally = _sum_rows(rows, 0, len(chunk))
-        return _Forward([seat], [fed], logits, [tally], fed == len(seat.job.prompt))
+        if fed < len(seat.job.prompt):
+            return _Forward([seat], [fed], logits, [tally], False)
+        twins = [other for other in self._joining if other is not seat and other.job.prompt == seat.job.prompt]
+        tallies = [tally, *(AnswerTally() for _ in twins)]
+        return _Forward([seat, *twins], [fed] * len(tallies), logits.expand(len(tallies), -1), tallies, True, twins)
 
     def _check_logits(self, forward: _Forward) -> None:
         for row in bad_rows(forward.logits):
@@ -168,19 +208,47 @@ class Engine:
                 f"the model's logits for job {job.id} at position {forward.fed[row]} are not finite", job_id=job.id
             )
 
-    def _commit(self, forward: _Forward) -> list[StepToken]:
+    def _choose(self, forward: _Forward) -> list[tuple[int, TokenScores | None]]:
+        """The next token of each seat with its scores; changes nothing."""
+        if not forward.gives_tokens:
+            return []
+        jobs = [seat.job for seat in forward.seats]
+        options = [job.sampling for job in jobs]
+        draws = [uniform(seat.seed, len(seat.answer)) for seat in forward.seats]
+        logits = shift(forward.logits, options, [seat.counts for seat in forward.seats])
+        tokens = choose(forbid(logits, self._allowed(jobs)), options, draws)
+        scores: dict[int, TokenScores] = {}
+        asked = [row for row, job in enumerate(jobs) if job.top_logprobs is not None]
+        if asked:
+            tops = [jobs[row].top_logprobs or 0 for row in asked]
+            scores = dict(zip(asked, score(forward.logits[asked], [tokens[row] for row in asked], tops), strict=True))
+        return [(token, scores.get(row)) for row, token in enumerate(tokens)]
+
+    def _allowed(self, jobs: Sequence[Job]) -> dict[int, torch.Tensor]:
+        masks: dict[int, torch.Tensor] = {}
+        for row, job in enumerate(jobs):
+            if job.constraint is not None:
+                try:
+                    masks[row] = job.constraint.allowed(self._trunk.vocab_size)
+                except UsageError as error:
+                    raise ConstraintFailed(error, job_id=job.id) from error
+        return masks
+
+    def _commit(self, forward: _Forward, chosen: Sequence[tuple[int, TokenScores | None]]) -> list[StepToken]:
         for seat, fed, tally in zip(forward.seats, forward.fed, forward.tallies, strict=True):
             seat.fed = fed
             seat.tally = _add(seat.tally, tally)
+        for twin in forward.twins:
+            self._cache.copy(forward.seats[0].slot, twin.slot, twin.fed)
         if not forward.gives_tokens:
             return []
-        options = [seat.job.sampling for seat in forward.seats]
-        draws = [uniform(seat.seed, len(seat.answer)) for seat in forward.seats]
-        tokens = choose(forward.logits, options, draws)
-        return [self._take(seat, token) for seat, token in zip(forward.seats, tokens, strict=True)]
+        return [self._take(seat, *each) for seat, each in zip(forward.seats, chosen, strict=True)]
 
-    def _take(self, seat: _Seat, token: int) -> StepToken:
+    def _take(self, seat: _Seat, token: int, scores: TokenScores | None) -> StepToken:
         seat.answer.append(token)
+        seat.counts[token] += 1
+        if seat.job.constraint is not None:
+            seat.job.constraint.take(token)
         finished = self._finish_reason(seat, token)
         if finished is not None:
             self._running.pop(seat.job.id, None)
@@ -188,11 +256,11 @@ class Engine:
         elif len(seat.answer) == 1:
             self._joining.remove(seat)
             self._running[seat.job.id] = seat
-        return StepToken(seat.job.id, token, finished, seat.tally)
+        return StepToken(seat.job.id, token, finished, seat.tally, not _is_end(seat.job, token), scores)
 
     def _finish_reason(self, seat: _Seat, token: int) -> FinishReason | None:
         job = seat.job
-        if token in job.end_tokens and not job.ignore_end:
+        if _is_end(job, token) or (job.constraint is not None and job.constraint.ended):
             return FinishReason.STOP
         is_full = len(job.prompt) + len(seat.answer) >= self.context
         return FinishReason.LENGTH if is_full or len(seat.answer) >= job.max_tokens else None
@@ -222,6 +290,15 @@ class Engine:
             raise UsageError(
                 f"prompt token {wrong} is not in the vocabulary of {self._trunk.vocab_size}", param="prompt"
             )
+        wrong = next((token for token, _ in job.sampling.logit_bias if token >= self._trunk.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(
+                f"logit_bias names token {wrong}, the vocabulary has {self._trunk.vocab_size}", param="logit_bias"
+            )
+
+
+def _is_end(job: Job, token: int) -> bool:
+    return token in job.end_tokens and not job.ignore_end
 
 
 def _sum_rows(rows: RowTally, first: int, end: int) -> AnswerTally:

@@ -47,29 +47,37 @@ class TextModel:
             raise DataError(f"tokenizer.json of {folder.name}: {str(error)[:200]}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special = frozenset(
+        self.special_tokens = frozenset(
             token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
         )
+        self.vocabulary = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._piece = _piece_function(json.loads(source), folder.name)
-        self._template = _compiled(_chat_template(folder, self._settings))
+        self.template = _chat_template(folder, self._settings)  # jinja source, None = no chat
+        self._template = _compiled(self.template)
         self.end_tokens = frozenset(_end_tokens(folder))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text to be continued, with whatever the tokenizer puts in front (such as a BOS)."""
         return self._ids(text, add_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Tokens of a conversation that awaits the assistant's answer.
 
-        Each message has a `role` and a text `content`. Raises UsageError (param "messages") when the messages are
-        not like that, the model has no chat template, or its template refuses them.
+        Each message has a `role` and a text `content`; `tools` are in OpenAI's shape, as templates expect. Raises
+        UsageError (param "messages") when the messages are not like that, the model has no chat template, or its
+        template refuses them.
         """
         if self._template is None:
             raise UsageError("this model has no chat template; send a prompt to be completed instead", param="messages")
         _check_messages(messages)
         try:
             text = self._template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special_texts()
+                messages=[dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=True,
+                **self._special_texts(),
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}", param="messages") from error
@@ -82,10 +90,18 @@ class TextModel:
 
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to the text; nothing if it is special or unknown."""
-        if token in self._special:
-            return b""
+        return b"" if token in self.special_tokens else self.token_label(token)
+
+    def token_label(self, token: int) -> bytes:
+        """As `token_bytes`, but a special token has its name; nothing if it is unknown."""
         piece = self._tokenizer.id_to_token(token)
-        return b"" if piece is None else self._piece(piece)
+        if piece is None:
+            return b""
+        return piece.encode() if token in self.special_tokens else self._piece(piece)
+
+    def token_id(self, name: str) -> int | None:
+        """The token of this very name, if there is one."""
+        return self._tokenizer.token_to_id(name)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) < LONG_TEXT_CHARACTERS:
@@ -111,8 +127,11 @@ class TextStream:
     itself and everything after it is never returned.
     """
 
-    def __init__(self, text_model: TextModel, stops: Sequence[str] = ()) -> None:
-        """Raises UsageError (param "stop") for an empty, overlong or surplus stop string."""
+    def __init__(self, text_model: TextModel, stops: Sequence[str] = (), shown: frozenset[int] = frozenset()) -> None:
+        """`shown`: special tokens that appear by their names all the same.
+
+        Raises UsageError (param "stop") for an empty, overlong or surplus stop string.
+        """
         if len(stops) > STOPS_MAX or not all(0 < len(stop) <= STOP_CHARACTERS_MAX for stop in stops):
             raise UsageError(
                 f"at most {STOPS_MAX} stop strings of 1 to {STOP_CHARACTERS_MAX} characters each are allowed",
@@ -120,13 +139,16 @@ class TextStream:
             )
         self._text_model = text_model
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shown = shown
         self._stops = [_StopMatcher(stop) for stop in stops]
+        self.characters = 0  # of all tokens so far, certain or held
         self._held = ""  # characters that may turn out to be the beginning of a stop
         self.stopped = False
 
     def push(self, tokens: Iterable[int]) -> str:
         """Takes the next tokens, returns the text that is now certain; "" once stopped."""
-        data = b"".join(map(self._text_model.token_bytes, tokens))
+        model, shown = self._text_model, self._shown
+        data = b"".join(model.token_label(token) if token in shown else model.token_bytes(token) for token in tokens)
         return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
@@ -136,6 +158,7 @@ class TextStream:
         return text if self.stopped else text + held
 
     def _take(self, text: str) -> str:
+        self.characters += len(text)
         if self.stopped:
             return ""
         if not self._stops:

@@ -11,26 +11,28 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import trio
 
 from kvasir_node.base.errors import BugError, CapacityError, KvasirError, QueueFull, UsageError
-from kvasir_node.base.generation import AnswerFacts, Finished, FinishReason, GenerationRequest, TextDelta
+from kvasir_node.base.generation import GenerationRequest, SamplingOptions
 from kvasir_node.base.snapshot import SlotsSnapshot, ThroughputSnapshot
-from kvasir_node.decide.admission import Admission, AdmissionLimits, Load, Queued, Refused
-from kvasir_node.model.engine import AnswerTally, BadLogits, Job, StepToken
-from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel, TextStream
+from kvasir_node.decide.admission import Admission, AdmissionLimits, Admitted, Load
+from kvasir_node.model.dialect import AnswerPlan, Dialect
+from kvasir_node.model.engine import BadLogits, ConstraintFailed, Job, StepToken
+from kvasir_node.model.sampling import seed_of_choice
+from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel
+from kvasir_node.roles.reply import Answer, AnswerItem, Choice, ChoiceWriter, Request
 
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 5.0
 STEP_ATTEMPTS_MAX = 3  # a step that raises has changed nothing and is repeated this often in all
-LONG_TEXTS_MAX = 2  # cut into tokens at once, in threads
+LONG_TASKS_MAX = 2  # texts cut into tokens and grammars compiled at once, in threads
 RunBlocking = Callable[..., Awaitable[Any]]
 """Runs a blocking call: in a thread, or (under a virtual clock) inline."""
-AnswerItem = TextDelta | Finished | KvasirError
 
 
 class Computes(Protocol):
@@ -49,41 +51,6 @@ class Computes(Protocol):
     def leave(self, job_id: int) -> None: ...
 
     def step(self) -> list[StepToken]: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    job: Job
-    stream: TextStream
-    arrived_at: float
-    # Holds at most a delta per token of the answer, so it is bounded by max_tokens.
-    send: trio.MemorySendChannel[AnswerItem]
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    tokens: int = 0
-    tally: AnswerTally = field(default_factory=AnswerTally)
-    placed: bool = True  # admission still counts it
-    joined: bool = False  # the engine has it
-
-
-@dataclass(slots=True)
-class Answer:
-    """The events of one answer; a KvasirError among them is raised."""
-
-    items: trio.MemoryReceiveChannel[AnswerItem]
-    ended: bool = False
-
-    def __aiter__(self) -> AsyncIterator[TextDelta | Finished]:
-        return self
-
-    async def __anext__(self) -> TextDelta | Finished:
-        if self.ended:
-            raise StopAsyncIteration
-        item = await self.items.receive()
-        self.ended = not isinstance(item, TextDelta)
-        if isinstance(item, KvasirError):
-            raise item
-        return item
 
 
 @dataclass(slots=True)
@@ -116,10 +83,11 @@ class Desk:
         self._limits = limits
         self._load_changed = load_changed
         self._run_blocking = run_blocking
-        self._long_texts = trio.CapacityLimiter(LONG_TEXTS_MAX)
+        self._long_tasks = trio.CapacityLimiter(LONG_TASKS_MAX)
+        self._dialect = Dialect(text)
         self.admission = Admission(limits)
-        self._requests: dict[int, _Request] = {}
-        self._joining: deque[_Request] = deque()
+        self._choices: dict[int, Choice] = {}  # by the job's id
+        self._joining: deque[Choice] = deque()
         self._leaving: list[int] = []
         self._wake = trio.Event()
         self._counter = 0
@@ -137,10 +105,12 @@ class Desk:
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Answer]:
         """See surfaces/ports.py. Cancel-safety: leaving by any way frees the place at the next token boundary."""
+        if self._draining:
+            raise CapacityError("this node is shutting down; ask another one, or try again later")
         prompt = await self._tokens_of(request)
-        now = trio.current_time()
-        entry, items = self._prepare(request, prompt, now)
-        self._enter(entry, now)
+        plan = await self._plan(request)
+        entry, items = self._prepare(request, prompt, plan, trio.current_time())
+        self._enter(entry)
         try:
             self._load_changed()
             yield Answer(items)
@@ -151,7 +121,7 @@ class Desk:
     async def drain(self) -> None:
         """Refuses new requests; returns when none is left. Cancel-safe."""
         self._draining = True
-        while self._requests:
+        while self._choices:
             await self._empty.wait()
 
     async def run(self) -> None:
@@ -169,16 +139,16 @@ class Desk:
                 logger.error("a step failed (%d of %d): %s", attempts, STEP_ATTEMPTS_MAX, error)
                 if attempts == STEP_ATTEMPTS_MAX:
                     attempts = 0
-                    for entry in [each for each in self._requests.values() if each.joined]:
-                        self._fail(entry, error)
+                    for choice in [each for each in self._choices.values() if each.joined]:
+                        self._fail(choice, error)
 
     async def _step(self) -> KvasirError | None:
         """One step of the engine and what follows from it; returns why it failed for everybody."""
         started = trio.current_time()
         try:
             tokens = await self._run_blocking(self._engine.step)
-        except BadLogits as error:
-            self._fail(self._requests.get(error.job_id), error)
+        except (BadLogits, ConstraintFailed) as error:
+            self._fail(self._choices.get(error.job_id), error)
             return None
         except KvasirError as error:
             return error
@@ -196,13 +166,13 @@ class Desk:
     async def watch_load(self) -> None:
         """Lets the saturation state follow time, for ever."""
         while True:
-            await trio.sleep(0.1 if self._requests or self.saturated else 0.5)
+            await trio.sleep(0.1 if self._choices or self.saturated else 0.5)
             if self.admission.tick(trio.current_time()):
                 self._load_changed()
 
     def _prepare(
-        self, request: GenerationRequest, prompt: tuple[int, ...], now: float
-    ) -> tuple[_Request, trio.MemoryReceiveChannel[AnswerItem]]:
+        self, request: GenerationRequest, prompt: tuple[int, ...], plan: AnswerPlan, now: float
+    ) -> tuple[Request, trio.MemoryReceiveChannel[AnswerItem]]:
         if self._draining:
             raise CapacityError("this node is shutting down; ask another one, or try again later")
         room = self._engine.context - len(prompt)
@@ -216,66 +186,92 @@ class Desk:
             )
         if not prompt:
             raise UsageError("the prompt is empty; send at least one token", param="prompt")
-        self._counter += 1
-        wanted = room if request.max_tokens is None else min(request.max_tokens, room)
-        job = Job(self._counter, prompt, wanted, request.sampling, self._text.end_tokens)
-        self._engine.check(job)
         send, receive = trio.open_memory_channel[AnswerItem](math.inf)
-        return _Request(job, TextStream(self._text, request.stop), now, send), receive
+        entry = Request(now, send, open_count=request.choices)
+        for number in range(request.choices):
+            self._counter += 1
+            job = Job(
+                self._counter,
+                prompt,
+                room if request.max_tokens is None else min(request.max_tokens, room),
+                _sampling_of(request.sampling, number),
+                self._text.end_tokens,
+                top_logprobs=request.top_logprobs,
+                constraint=None if plan.grammar is None else plan.grammar.matcher(),
+            )
+            self._engine.check(job)
+            entry.choices.append(Choice(job, ChoiceWriter(self._text, request.stop, plan, number), entry, number))
+        return entry, receive
 
     async def _tokens_of(self, request: GenerationRequest) -> tuple[int, ...]:
-        if self._draining or (request.messages is None and request.prompt is None):
+        if request.messages is None and request.prompt is None:
             return request.prompt_tokens or ()
         if _characters(request) < LONG_TEXT_CHARACTERS:
             return self._encode(request)
-        async with self._long_texts:
+        async with self._long_tasks:
             return await self._run_blocking(self._encode, request)
 
-    def _encode(self, request: GenerationRequest) -> tuple[int, ...]:
-        if request.messages is not None:
-            return self._text.chat(request.messages)
-        return self._text.encode(request.prompt or "")
+    async def _plan(self, request: GenerationRequest) -> AnswerPlan:
+        if not self._dialect.needs_time(request):
+            return self._dialect.plan(request)
+        async with self._long_tasks:
+            return await self._run_blocking(self._dialect.plan, request)
 
-    def _enter(self, entry: _Request, now: float) -> None:
-        verdict = self.admission.arrive(entry.job.id, now)
-        if isinstance(verdict, Refused):
+    def _encode(self, request: GenerationRequest) -> tuple[int, ...]:
+        if request.messages is None:
+            return self._text.encode(request.prompt or "")
+        return self._text.chat(request.messages, None if request.tools is None else request.tools.documents())
+
+    def _enter(self, entry: Request) -> None:
+        """All choices find a place, or none does."""
+        count, places = len(entry.choices), self._limits.slots + self._limits.queue
+        if count > places:
+            raise UsageError(f"{count} choices were asked for; this node has {places} places for requests", param="n")
+        if count > self.admission.room:
+            retry_after_s = self.admission.retry_after_s
             raise QueueFull(
-                f"all {self._limits.slots} slots are busy and {self._limits.queue} requests wait already; "
-                f"try again in {verdict.retry_after_s:.0f} s",
-                retry_after_s=verdict.retry_after_s,
+                f"{self.admission.busy} of {self._limits.slots} slots are busy and {self.admission.queued} of "
+                f"{self._limits.queue} places in the queue are taken; try again in {retry_after_s:.0f} s",
+                retry_after_s=retry_after_s,
             )
         self.requests_total += 1
-        if not self._requests:
+        if not self._choices:
             self._empty = trio.Event()  # only here: several may be draining
-        self._requests[entry.job.id] = entry
-        if not isinstance(verdict, Queued):
-            self._start(entry, now)
+        for choice in entry.choices:
+            self._choices[choice.job.id] = choice
+            if isinstance(self.admission.arrive(choice.job.id, entry.arrived_at), Admitted):
+                self._start(choice, entry.arrived_at)
 
-    def _start(self, entry: _Request, now: float) -> None:
-        entry.admitted_at = now
-        self._joining.append(entry)
+    def _start(self, choice: Choice, now: float) -> None:
+        if choice.request.admitted_at is None:
+            choice.request.admitted_at = now
+        self._joining.append(choice)
         self._wake.set()
 
-    def _leave(self, entry: _Request) -> None:
+    def _leave(self, entry: Request) -> None:
         """The request is over, or its reader has gone. Does nothing the second time."""
-        self._give_up_place(entry)
-        if self._requests.pop(entry.job.id, None) is not None:
-            entry.send.close()
-            if entry in self._joining:
-                self._joining.remove(entry)
-            elif entry.joined:
-                self._leaving.append(entry.job.id)
+        for choice in reversed(entry.choices):  # those that wait first, so that none of them starts meanwhile
+            self._leave_choice(choice)
+        entry.send.close()
+
+    def _leave_choice(self, choice: Choice) -> None:
+        self._give_up_place(choice)
+        if self._choices.pop(choice.job.id, None) is not None:
+            if choice in self._joining:
+                self._joining.remove(choice)
+            elif choice.joined:
+                self._leaving.append(choice.job.id)
                 self._wake.set()
-            if not self._requests:
+            if not self._choices:
                 self._empty.set()
 
-    def _give_up_place(self, entry: _Request) -> None:
-        if not entry.placed:
+    def _give_up_place(self, choice: Choice) -> None:
+        if not choice.placed:
             return
-        entry.placed = False
+        choice.placed = False
         now = trio.current_time()
-        for following in self.admission.leave(entry.job.id, now):
-            self._start(self._requests[following], now)
+        for following in self.admission.leave(choice.job.id, now):
+            self._start(self._choices[following], now)
         self._load_changed()
 
     def _apply_changes(self) -> None:
@@ -284,50 +280,26 @@ class Desk:
             self._engine.leave(job_id)
         self._leaving.clear()
         while self._joining:
-            entry = self._joining.popleft()
+            choice = self._joining.popleft()
             try:
-                self._engine.join(entry.job)
-                entry.joined = True
+                self._engine.join(choice.job)
+                choice.joined = True
             except KvasirError as error:
-                self._fail(entry, error)
+                self._fail(choice, error)
 
     def _deliver(self, token: StepToken, now: float) -> None:
-        entry = self._requests.get(token.job_id)
-        if entry is None:
+        choice = self._choices.get(token.job_id)
+        if choice is None:
             return  # it left while this step was computed
-        if entry.first_token_at is None:
-            entry.first_token_at = now
-        entry.tokens += 1
-        entry.tally = token.tally
         self._count_token(now)
-        ended = token.finished is FinishReason.STOP  # the end token itself is not text
-        text = "" if ended else entry.stream.push((token.token,))
-        if token.finished is not None:
-            text += entry.stream.finish()
-        if text:
-            entry.send.send_nowait(TextDelta(text))
-        if token.finished is not None or entry.stream.stopped:
-            self._finish(entry, FinishReason.STOP if entry.stream.stopped or ended else FinishReason.LENGTH, now)
+        if choice.request.deliver(choice, token, now):
+            self._leave_choice(choice)
 
-    def _finish(self, entry: _Request, reason: FinishReason, now: float) -> None:
-        admitted = entry.arrived_at if entry.admitted_at is None else entry.admitted_at
-        first = now if entry.first_token_at is None else entry.first_token_at
-        facts = AnswerFacts(
-            local_pairs=entry.tally.local_pairs,
-            remote_pairs=entry.tally.remote_pairs,
-            fallbacks=entry.tally.fallbacks,
-            hedges=entry.tally.hedges,
-            queue_ms=round((admitted - entry.arrived_at) * 1000, 3),
-            prefill_ms=round((first - admitted) * 1000, 3),
-            decode_ms=round((now - first) * 1000, 3),
-        )
-        entry.send.send_nowait(Finished(reason, len(entry.job.prompt), entry.tokens, facts))
-        self._leave(entry)
-
-    def _fail(self, entry: _Request | None, error: KvasirError) -> None:
-        if entry is not None:
-            entry.send.send_nowait(error)
-            self._leave(entry)
+    def _fail(self, choice: Choice | None, error: KvasirError) -> None:
+        """One choice that cannot go on ends its whole request."""
+        if choice is not None and choice.job.id in self._choices:
+            choice.request.send.send_nowait(error)
+            self._leave(choice.request)
 
     def _count_token(self, now: float) -> None:
         self.tokens_total += 1
@@ -354,6 +326,10 @@ class Desk:
         now = trio.current_time()
         recent = sum(count for at, count in self._recent if at >= now - RATE_WINDOW_S)
         return ThroughputSnapshot(round(recent / RATE_WINDOW_S, 2), self.tokens_total, self.requests_total)
+
+
+def _sampling_of(sampling: SamplingOptions, choice: int) -> SamplingOptions:
+    return sampling if sampling.seed is None else replace(sampling, seed=seed_of_choice(sampling.seed, choice))
 
 
 def _characters(request: GenerationRequest) -> int:

@@ -11,6 +11,8 @@ It does not know bytes, streams or disks: events tell it what happened, it answe
    (`late_factor` × the typical time of a block), so the slowest does not hold back the end.
 5. After `attempts_max` failed tries, a block is asked only of providers that were not tried for it yet.
 6. When a block cannot come any more (nobody left to ask for it), the whole download gives up.
+7. A provider that said "not here" `scarce_after` times in a row has one request at a time, from the other end of what
+   waits: it costs little, and one that holds another part of the content is found out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class FetchLimits:
     ask_max: int = 4  # blocks of one request; below in_flight_max, so that one is answered while another travels
     attempts_max: int = 8  # failed tries of one block, over all providers, before only untried ones are asked
     providers_max: int = 32
+    scarce_after: int = 8  # blocks in a row that a provider did not have
     bad_blocks_max: int = 3  # of one provider
     failures_max: int = 5  # requests to one provider that failed in a row
     pause_s: float = 0.25  # after the first failure; doubles with each one
@@ -180,6 +183,7 @@ class _Provider:
     owes: dict[Cid, None] = field(default_factory=dict[Cid, None])  # an ordered set
     good: int = 0
     bad: int = 0
+    missing: int = 0  # in a row
     failures: int = 0  # in a row
     resume_at: float = float("-inf")
 
@@ -228,8 +232,7 @@ class Fetch:
             case BlockBad(provider, cid):
                 commands += self._blame(provider, cid)
             case BlockMissing(provider, cid):
-                if (block := self._unask(provider, cid)) is not None:
-                    block.missing_at.add(provider)
+                self._note_missing(provider, cid)
             case BlockPostponed(provider, cid):
                 self._unask(provider, cid)
             case RequestFailed(provider, cids):
@@ -281,12 +284,19 @@ class Fetch:
         known = self._providers.get(provider)
         if known is not None:
             known.good += 1
+            known.missing = 0
             known.failures = 0
         if block is not None:
             del self._blocks[cid]
             self._waiting.pop(cid, None)
             self._owed.pop(cid, None)
             self._arrived.add(cid)
+
+    def _note_missing(self, provider: PeerId, cid: Cid) -> None:
+        if (known := self._providers.get(provider)) is not None and cid in known.owes:
+            known.missing += 1
+        if (block := self._unask(provider, cid)) is not None:
+            block.missing_at.add(provider)
 
     def _blame(self, provider: PeerId, cid: Cid) -> Iterator[FetchCommand]:
         known = self._providers.get(provider)
@@ -388,7 +398,12 @@ class Fetch:
         room = min(self._limits.ask_max, self._limits.in_flight_max - len(provider.owes))
         if room <= 0 or now < provider.resume_at:
             return ()
-        fresh = (cid for cid in islice(self._waiting, SCAN_MAX) if self._may_ask(name, self._blocks[cid]))
+        waiting: Iterable[Cid] = self._waiting
+        if provider.missing >= self._limits.scarce_after:
+            if provider.owes:
+                return ()
+            waiting = reversed(self._waiting)
+        fresh = (cid for cid in islice(waiting, SCAN_MAX) if self._may_ask(name, self._blocks[cid]))
         return tuple(islice(fresh, room)) or tuple(islice(self._late(name, now), room))
 
     def _late(self, name: PeerId, now: float) -> Iterator[Cid]:

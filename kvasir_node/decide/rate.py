@@ -22,7 +22,8 @@ class TokenBucket:
         if self._bytes_s <= 0:
             return 0.0
         self._save(now)
-        return max(0.0, -self._saved / self._bytes_s)
+        # Less than a byte is a rounding error, and a wait for it could be too short to move the clock.
+        return 0.0 if self._saved > -1.0 else -self._saved / self._bytes_s
 
     def spend(self, spent_bytes: int, now: float) -> None:
         if self._bytes_s > 0:

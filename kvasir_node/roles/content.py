@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import trio
@@ -22,6 +23,7 @@ from kvasir_node.model.manifest import Manifest, decode_layer_node, decode_manif
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Stream, Transport
 from kvasir_node.roles.download import ASK_MAX, BlockCalls, Download, FetchTally, OpenCalls, Progress, RunBlocking
+from kvasir_node.roles.throttle import NO_THROTTLE, Throttle
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, is_node
 from kvasir_node.wire.blocks import (
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 4 << 20  # of one answer: bounds what a peer that asks and does not read can pin
 RESET_TIMEOUT_S = 1.0
+PROVIDERS_MAX = 8  # of one fetch: each that has nothing costs a few small calls
 READS_MAX = 4  # disk threads of a server, all its streams together
 
 
@@ -53,9 +56,15 @@ class BlockServer:
     """Answers want-lists from a store."""
 
     def __init__(
-        self, store: BlockStore, *, answer_bytes_max: int = ANSWER_BYTES_MAX, run_blocking: RunBlocking | None = None
+        self,
+        store: BlockStore,
+        *,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
+        run_blocking: RunBlocking | None = None,
+        throttle: Throttle = NO_THROTTLE,
     ) -> None:
         self._store = store
+        self._throttle = throttle
         self._answer_bytes_max = answer_bytes_max
         self._run_blocking = run_blocking or partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(READS_MAX))
         self.bytes_served = 0
@@ -69,8 +78,12 @@ class BlockServer:
         """One call; changes nothing. Raises Misbehaved for an unknown method or a malformed want-list."""
         if method != BlocksMethod.WANT:
             raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"{BLOCKS_PROTOCOL} has no method {method}, only 1 (WANT)")
-        blocks = await self._run_blocking(self._read, decode_want(body))
-        self.bytes_served += sum(len(block) for block in blocks if not isinstance(block, Absent))
+        wanted = decode_want(body)
+        async with self._throttle.turn():
+            blocks = await self._run_blocking(self._read, wanted)
+            size = sum(len(block) for block in blocks if not isinstance(block, Absent))
+            self._throttle.spend(size)
+        self.bytes_served += size
         return encode_answer(blocks)
 
     def _read(self, cids: Sequence[Cid]) -> list[bytes | Absent]:
@@ -139,6 +152,9 @@ class Fetcher:
     settings: StoreSettings
     tally: FetchTally
     run_blocking: RunBlocking = trio.to_thread.run_sync
+    throttle: Throttle = NO_THROTTLE
+    others: Callable[[], Iterable[PeerId]] = tuple
+    """Peers that may have a block besides those a caller names; asked too, up to PROVIDERS_MAX in all."""
 
     async def fetch_blobs(
         self, providers: Iterable[PeerId], blobs: Iterable[BlobRef], progress: Progress | None = None
@@ -148,11 +164,11 @@ class Fetcher:
         Raises Unreachable when the providers cannot deliver, DataError when a blob is not of the promised size,
         CapacityError when the disk is full. Cancel-safety: what was stored stays, a later call fetches the rest.
         """
-        await self._download(progress).run(providers, blobs)
+        await self._download(progress).run(self._with_others(providers), blobs)
 
     async def fetch_block(self, providers: Iterable[PeerId], cid: Cid) -> bytes:
         """One block by its Cid, fetched if it is not here. Raises as `fetch_blobs`."""
-        await self._download(None).run(providers, (), (cid,))
+        await self._download(None).run(self._with_others(providers), (), (cid,))
         return await self.run_blocking(read_block, self.store, cid)
 
     async def fetch_slice(
@@ -171,8 +187,13 @@ class Fetcher:
         await self.fetch_blobs(providers, experts.values(), progress)
         return manifest, experts
 
+    def _with_others(self, providers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+        return tuple(islice(dict.fromkeys((*providers, *self.others())), PROVIDERS_MAX))
+
     def _download(self, progress: Progress | None) -> Download:
-        return Download(self.open_calls, self.store, self.settings, self.tally, self.run_blocking, progress)
+        return Download(
+            self.open_calls, self.store, self.settings, self.tally, self.run_blocking, progress, self.throttle
+        )
 
 
 def read_block(store: BlockStore, cid: Cid) -> bytes:

@@ -38,6 +38,7 @@ from kvasir_node.decide.fetching import (
     RequestFailed,
     Tick,
 )
+from kvasir_node.roles.throttle import NO_THROTTLE, Throttle
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobNode, BlobRef, decode_blob_node, is_node
 from kvasir_node.wire.blocks import CALLS_MAX, Absent, BlocksMethod, decode_answer, encode_want
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 ASK_MAX = 2  # blocks of one call: few, so that a slow link loses little to a timeout, and calls still overlap
 OPEN_TIMEOUT_S = 10.0  # to open a stream to a peer that is connected
+TYPICAL_FIRST_BYTES = 1 << 16  # of a block, for the rate limit, until one has come
 _EVENTS_WAITING_MAX = 64
 
 RunBlocking = Callable[..., Awaitable[Any]]
@@ -86,8 +88,10 @@ class Download:
         tally: FetchTally,
         run_blocking: RunBlocking,
         progress: Progress | None = None,
+        throttle: Throttle = NO_THROTTLE,
     ) -> None:
         self._open_calls = open_calls
+        self._throttle = throttle
         self._store = store
         self._settings = settings
         self._tally = tally
@@ -106,6 +110,7 @@ class Download:
         self._unread: set[Cid] = set()  # nodes whose blocks are not wanted yet
         self._content: set[Cid] = set()  # blocks of blobs, without nodes
         self._kept: set[Cid] = set()  # stored by this download
+        self._typical_bytes = TYPICAL_FIRST_BYTES
         self._done_bytes = 0
         self._total_bytes = 0
 
@@ -185,6 +190,9 @@ class Download:
     async def _ask(self, ask: Ask) -> None:
         """One call; always ends in events for each of its blocks."""
         link = self._links[ask.provider]
+        expected_bytes, body = self._typical_bytes * len(ask.cids), b""
+        async with self._throttle.turn():
+            self._throttle.spend(expected_bytes)
         try:
             body = await link.call(encode_want(ask.cids), self._settings.fetch_timeout_s * len(ask.cids))
             answer = decode_answer(body, len(ask.cids))
@@ -194,6 +202,9 @@ class Download:
                 link.close()
             await self._send.send(RequestFailed(ask.provider, ask.cids))
             return
+        finally:
+            self._throttle.spend(len(body) - expected_bytes)
+            self._typical_bytes = len(body) // len(ask.cids) or self._typical_bytes
         if all(block is Absent.NOT_NOW for block in answer):
             await self._send.send(RequestFailed(ask.provider, ask.cids))
             return

@@ -396,3 +396,39 @@ def test_ten_thousand_blocks_cost_linear_work():
             queue += fetch.handle(BlockArrived(command.provider, cid), events * 1e-3)
             events += 1
     assert events == 10_000
+
+
+SCARCE = FetchLimits(in_flight_max=4, ask_max=2, scarce_after=4)
+
+
+def test_a_provider_that_has_nothing_is_asked_little():
+    fetch, commands = started(64, ANN, BOB, limits=SCARCE)
+    held = {provider: [cid for name, cid in asked(commands) if name == provider] for provider in (ANN, BOB)}
+    now = 0.0
+    for cid in held[BOB]:
+        now += 0.01
+        commands = fetch.handle(BlockMissing(BOB, cid), now)
+    assert len(fetch.owed_by(BOB)) <= SCARCE.in_flight_max
+    while len(fetch.owed_by(BOB)) > 2:
+        now += 0.01
+        fetch.handle(BlockMissing(BOB, fetch.owed_by(BOB)[0]), now)
+    fetch.handle(BlockMissing(BOB, fetch.owed_by(BOB)[0]), now + 0.01)
+    assert len(fetch.owed_by(BOB)) == 1
+    assert asked(fetch.handle(BlockMissing(BOB, fetch.owed_by(BOB)[0]), now + 0.02))[0][0] == BOB
+    assert len(fetch.owed_by(BOB)) == 2
+
+
+def test_providers_of_different_halves_complete_each_other():
+    """Whatever is asked of whom: each 'not here' is an answer, never a loss."""
+    fetch, commands = started(64, ANN, BOB, limits=SCARCE)
+    halves = {ANN: set(CIDS[:32]), BOB: set(CIDS[32:])}
+    waiting, now, answers = asked(commands), 0.0, 0
+    while not fetch.over:
+        now += 0.001
+        provider, cid = waiting.pop(0)
+        answers += 1
+        event = BlockArrived(provider, cid) if cid in halves[provider] else BlockMissing(provider, cid)
+        commands = fetch.handle(event, now)
+        waiting += asked(commands)
+    assert commands == [Done()]
+    assert answers < 64 + 48  # asked in order by both, it would be nearly 128

@@ -125,6 +125,9 @@ async def _bind(text: str) -> TcpListener:
     except OSError as error:
         sock.close()
         raise UsageError(_bind_failure(text, error), param="network.listen") from error
+    except BaseException:  # cancelled while binding
+        sock.close()
+        raise
     return TcpListener(sock)
 
 

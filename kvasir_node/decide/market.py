@@ -193,6 +193,13 @@ class Market:
         if lease is not None and lease.worker == worker:
             self._end(lease)
 
+    def end_unlisted(self, worker: PeerId, busy: Iterable[tuple[ModelId, SliceId]]) -> None:
+        """Ends the leases that a worker does not list when it asks: it was restarted, or never heard of them."""
+        listed = set(busy)
+        for lease in list(self._leases.values()):
+            if lease.worker == worker and lease.key[1:] not in listed:
+                self._end(lease)
+
     def tick(self, now: float) -> None:
         """Ends what expired: demand that was not repeated, leases not renewed, or without progress."""
         for issuer in [peer for peer, entry in self._issuers.items() if entry.expires_at <= now]:

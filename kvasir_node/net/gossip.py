@@ -126,3 +126,4 @@ async def open_gossip(transport: Libp2pTransport) -> AsyncIterator[Libp2pGossip]
     finally:
         for notifee in [each for each in transport.swarm.notifees if isinstance(each, PubsubNotifee)]:
             transport.swarm.remove_notifee(notifee)
+        pubsub.seen_messages.stop()  # else its sweeping thread outlives the node

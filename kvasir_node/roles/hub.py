@@ -167,6 +167,7 @@ class Hub:
         return f"demand is refused: {reason}; this hub serves {self._settings.issuers_max} coordinators at most"
 
     def _on_poll(self, peer: PeerId, poll: Poll) -> bytes:
+        self._market.end_unlisted(peer, poll.busy)
         answer = self._market.poll(
             peer, memory_bytes=poll.memory_bytes, have=poll.have, busy=poll.busy, now=trio.current_time()
         )

@@ -84,7 +84,7 @@ async def test_a_worker_whose_poll_or_renewal_was_lost_once_is_at_work_within_tw
         began_at = trio.current_time()
         ann = await world.add_worker()
         await serving(world, ann, 1)
-        assert trio.current_time() - began_at < 4 + 2 * 2 + 1  # the call's timeout, and two intervals
+        assert trio.current_time() - began_at < 4 + 2 * 2  # the call's timeout, and two intervals
         await trio.sleep(30)
         assert lost == [2, 3]
         assert ann.stages() == [SERVING]
@@ -322,7 +322,7 @@ async def test_law_7_slices_that_load_at_once_never_take_more_memory_than_there_
         world.nursery.start_soon(world.keep_reporting)
         most = 0
         ann = await world.add_worker(worker__memory_bytes=7 * EXPERT_BYTES, market__slice_bytes=1)
-        with trio.move_on_after(120):
+        with trio.move_on_after(40):
             while True:
                 await trio.sleep(0.005)
                 held = ann.worker._holdings

@@ -11,7 +11,7 @@ choosing connections, and raising: an exception in any stream handler of its own
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -40,11 +40,12 @@ from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net.connections import ConnectionTable, LiveConnection
 from kvasir_node.net.dialler import DialAddress, dial_first, parse_addresses
 from kvasir_node.net.identity import load_or_create_key, peer_id_of, sign_with
-from kvasir_node.net.listener import TcpListener, TcpStream, bind_all
+from kvasir_node.net.listener import TcpListener, bind_all
 from kvasir_node.net.muxer import YamuxConnection, YamuxNegotiator
 from kvasir_node.net.muxer_stream import YamuxStream
 from kvasir_node.net.negotiation import choose_protocol
 from kvasir_node.net.noise_session import BufferedNoise
+from kvasir_node.net.raw_link import TcpStream
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Connection, PeerConnected, PeerLost, StreamHandler
 
@@ -79,6 +80,12 @@ class Libp2pStream:
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         await self._muxed.send(*parts)
+
+    def write_now(self, *parts: bytes | bytearray | memoryview) -> bool:
+        return self._muxed.send_now(*parts)
+
+    async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
+        await self._muxed.pump(deliver)
 
     async def close(self) -> None:
         await self._muxed.close()
@@ -228,7 +235,7 @@ class Libp2pTransport(INotifee):
             session = await upgrader.upgrade_security(RawConnection(tcp, True), True, remote)
             return cast("YamuxConnection", await upgrader.upgrade_connection(session, remote))
         except BaseException:
-            await trio.aclose_forcefully(tcp.stream)
+            tcp.close_now()
             raise
 
     # --- inbound ---
@@ -251,14 +258,12 @@ class Libp2pTransport(INotifee):
                 muxed = await self.swarm.upgrade_inbound_raw_conn(RawConnection(tcp, False), _ANY_ADDRESS)
             finally:
                 self._handshakes.release_on_behalf_of(tcp)
-            await cast("YamuxConnection", muxed).wait_ended()  # trio closes the socket when this returns
+            await cast("YamuxConnection", muxed).wait_ended()
         except Exception as error:
             # libp2p raises whatever its handshake meets in a stranger's bytes; it concerns that connection alone.
             _log.debug("inbound connection from %s refused: %s", tcp.get_remote_address(), error)
-            await trio.aclose_forcefully(stream)
-        except BaseException:
-            await trio.aclose_forcefully(stream)
-            raise
+        finally:
+            tcp.close_now()
 
     def _guarded_inbound(self, serve: Any) -> Any:
         async def guarded(net_stream: INetStream) -> None:

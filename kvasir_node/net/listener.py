@@ -16,26 +16,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import psutil
 import trio
 from libp2p.abc import IListener
-from libp2p.io.trio import TrioTCPStream
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from kvasir_node.base.errors import UsageError
 
 BACKLOG = 128
-
-
-class TcpStream(TrioTCPStream):
-    """libp2p's TCP stream, with the remote address of IPv6 sockets too (theirs knows only pairs)."""
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        if self._cached_remote_address is None:
-            try:
-                host, port, *_ = self.stream.socket.getpeername()
-            except OSError:
-                return None
-            self._cached_remote_address = (str(host), int(port))
-        return self._cached_remote_address
 
 
 class TcpListener(IListener):

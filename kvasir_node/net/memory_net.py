@@ -116,21 +116,28 @@ class MemoryStream:
         pipe.changed.unpark_all()
         return data
 
+    async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
+        while chunk := await self.read():
+            deliver(chunk)
+
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
+        while not self.write_now(*parts):
+            await self._outgoing.changed.park()
+
+    def write_now(self, *parts: bytes | bytearray | memoryview) -> bool:
         pipe = self._outgoing
-        while True:
-            if pipe.failure is not None:
-                raise Unreachable(pipe.failure)
-            if pipe.closed:
-                raise Unreachable(f"the stream to {self.peer} was closed by us and takes no more bytes")
-            if pipe.unread_bytes < WINDOW_BYTES:
-                break
-            await pipe.changed.park()
+        if pipe.failure is not None:
+            raise Unreachable(pipe.failure)
+        if pipe.closed:
+            raise Unreachable(f"the stream to {self.peer} was closed by us and takes no more bytes")
+        if pipe.unread_bytes >= WINDOW_BYTES:
+            return False
         data = memoryview(b"".join(parts))
         if data:
             self._own.bytes_out += len(data)
             self._put(data)
+        return True
 
     def _put(self, data: memoryview) -> None:
         pipe = self._outgoing

@@ -3,8 +3,9 @@
 It does not know addresses, dialling or which protocols its streams speak. Wire-compatible with "/yamux/1.0.0"
 (hashicorp/yamux spec.md). What differs from py-libp2p's own muxer, and why it exists:
 
-* Only the writer task touches the session, so a cancelled call on a stream can neither cut a message in two nor
-  lose bytes; frames of all streams that have something to say go out together, in turns.
+* Only synchronous code and the writer task touch the session, so a cancelled call on a stream can neither cut a
+  message in two nor lose bytes. What the kernel takes at once is sent from the task that said it, without waking
+  another; the rest is the writer's, and frames of all streams that have something to say go out in turns.
 * What a peer may send is bounded and enforced: a stream's window starts at 256 KiB and grows only while the
   connection's sum stays under its limit; a peer that sends past its window is cut off.
 * A reader that pauses is waited for; nothing is ever reset for slowness.
@@ -43,8 +44,8 @@ from kvasir_node.net.muxer_stream import YamuxStream
 from kvasir_node.net.noise_session import PLAINTEXT_BYTES_MAX, NoiseSession
 
 YAMUX_PROTOCOL = "/yamux/1.0.0"
-FRAME_PAYLOAD_BYTES = PLAINTEXT_BYTES_MAX - 12  # a full frame fills one noise message exactly
-BATCH_BYTES = 128 * 1024  # joined into one write; what a small call can be kept waiting by
+FRAME_PAYLOAD_BYTES = 2 * PLAINTEXT_BYTES_MAX  # a full frame fills two noise messages exactly, after its header's own
+BATCH_BYTES = 256 * 1024  # sealed and sent together; what a small call can be kept waiting by
 CONTROL_FRAMES_MAX = 4096  # unsent answers to the peer; more means it asks and never reads
 CLOSE_FLUSH_S = 0.5  # how long a closing connection tries to send what it still holds
 FIRST_PINGS, FIRST_PINGS_INTERVAL_S = 4, 0.05  # a connection's very first round trip measures its set-up
@@ -76,6 +77,8 @@ class YamuxConnection(IMuxedConn):
         self._control: list[bytes] = []
         self._round: deque[YamuxStream] = deque()
         self._closing = False
+        self._is_running = False  # the writer task has begun
+        self._is_writing = False  # the writer task waits for the connection to take what is sealed
         self._writer_lot = trio.lowlevel.ParkingLot()
         self._quiet_lot = trio.lowlevel.ParkingLot()
         self._heard = trio.Event()
@@ -253,15 +256,31 @@ class YamuxConnection(IMuxedConn):
     def count_committed(self, change_bytes: int) -> None:
         self._committed_bytes += change_bytes
 
-    def queue_control(self, frame: bytes) -> None:
-        """Queues a frame that goes before all data."""
+    def queue_control(self, frame: bytes, *, can_wait: bool = False) -> None:
+        """Queues a frame that goes before all data; one that can wait goes with the next frame of any kind."""
         if self.end_reason is None:
             self._control.append(frame)
-            self._writer_lot.unpark_all()
+            if not can_wait or len(self._control) > 1:
+                self._pump()
 
     def schedule(self, stream: YamuxStream) -> None:
         self._round.append(stream)
-        self._writer_lot.unpark_all()
+        self._pump()
+
+    def _pump(self) -> None:
+        """Sends one batch from the task that calls, if nothing is waiting to be sent; else the writer will."""
+        if self._is_writing or not self._is_running or not self.session.can_write_now:
+            self._writer_lot.unpark_all()
+            return
+        batch = self._next_batch()
+        try:
+            if batch:
+                self.session.write_now(batch)
+        except _CONNECTION_ERRORS as error:
+            self._end(str(error) or type(error).__name__)
+            return
+        if self._round or self.session.has_unsent:
+            self._writer_lot.unpark_all()
 
     def forget(self, stream: YamuxStream) -> None:
         if self._streams.pop(stream.stream_id, None) is not None:
@@ -273,14 +292,21 @@ class YamuxConnection(IMuxedConn):
     # --- the writer ---
 
     async def _write_loop(self) -> None:
+        self._is_running = True
         while True:
-            while not self._control and not self._round:
+            if self.session.has_unsent:
+                self._is_writing = True
+                await self.session.flush()
+                self._is_writing = False
+            batch = self._next_batch()
+            if batch:
+                self._is_writing = True
+                await self.session.write_parts(batch)
+                self._is_writing = False
+            else:
                 if self._closing:
                     self._flushed.set()
                 await self._writer_lot.park()
-            batch = self._next_batch()
-            if batch:
-                await self.session.write_parts(batch)
 
     def _next_batch(self) -> list[bytes | memoryview]:
         """Control frames, then one frame of each stream in turn until the batch is full."""
@@ -288,9 +314,12 @@ class YamuxConnection(IMuxedConn):
         self._control.clear()
         size = 0
         while self._round and size < BATCH_BYTES:
-            frame = self._round.popleft().next_frame(FRAME_PAYLOAD_BYTES)
-            size += sum(len(part) for part in frame)
+            stream = self._round.popleft()
+            frame = stream.next_frame(FRAME_PAYLOAD_BYTES)
+            size += sum([len(part) for part in frame])
             batch += frame
+            if stream.scheduled:
+                self._round.append(stream)
         return batch
 
     # --- the reader ---

@@ -64,6 +64,11 @@ def pack(frame_type: FrameType, flags: Flag, stream_id: int, length: int) -> byt
     return HEADER.pack(0, frame_type, flags, stream_id, length)
 
 
+def pack_data(stream_id: int, length: int, *, is_last: bool) -> bytes:
+    """`pack` for the frames that are counted by the thousand, without enums."""
+    return HEADER.pack(0, 0, 4 if is_last else 0, stream_id, length)
+
+
 class FrameReader:
     """Cuts a byte stream into frames, whatever the boundaries of its chunks; payload is never copied."""
 
@@ -74,24 +79,28 @@ class FrameReader:
 
     def feed(self, chunk: bytes) -> Iterator[FramePart]:
         """All parts that the chunk completes. Raises Misbehaved for an unknown version or type."""
-        view, position = memoryview(chunk), 0
-        while position < len(view):
+        view, position, size = memoryview(chunk), 0, len(chunk)
+        while position < size:
             if self._payload_left:
-                end = min(len(view), position + self._payload_left)
+                end = min(size, position + self._payload_left)
                 self._payload_left -= end - position
                 yield FramePart(self._frame, view[position:end], self._payload_left == 0)
                 position = end
                 continue
-            end = min(len(view), position + HEADER_BYTES - len(self._partial_header))
-            self._partial_header += view[position:end]
+            end = position + HEADER_BYTES - len(self._partial_header)
+            if end > size:
+                self._partial_header += view[position:]
+                return
+            if self._partial_header:
+                self._begin_frame(self._partial_header + view[position:end], 0)
+                self._partial_header.clear()
+            else:
+                self._begin_frame(view, position)
             position = end
-            if len(self._partial_header) == HEADER_BYTES:
-                self._begin_frame()
-                yield FramePart(self._frame, None, self._payload_left == 0)
+            yield FramePart(self._frame, None, self._payload_left == 0)
 
-    def _begin_frame(self) -> None:
-        version, frame_type, flags, stream_id, length = HEADER.unpack(self._partial_header)
-        self._partial_header.clear()
+    def _begin_frame(self, data: bytearray | memoryview, position: int) -> None:
+        version, frame_type, flags, stream_id, length = HEADER.unpack_from(data, position)
         if version != 0 or frame_type > FrameType.GO_AWAY:
             text = f"not a yamux frame: version {version}, type {frame_type}; expected version 0, type 0 to 3"
             raise Misbehaved(RejectReason.BAD_FRAME, text)

@@ -10,6 +10,7 @@ and then make it without another wait. That is the whole reason why a cancelled 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -18,14 +19,17 @@ from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamReset
 
 from kvasir_node.base.errors import Unreachable
-from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, WINDOW_BYTES_MAX, Flag, FrameType, pack
+from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, WINDOW_BYTES_MAX, Flag, FrameType, pack, pack_data
 
 SEND_QUEUE_BYTES = 256 * 1024  # a writer waits while its stream holds this much unsent
 READ_BYTES = 256 * 1024
-_COPY_BELOW_BYTES = 32 * 1024  # smaller payloads are copied together: a view would pin its whole chunk of 64 KiB
+YIELD_BYTES = 256 * 1024  # a task that sends this much without waiting lets the others run ...
+YIELD_COST_BYTES = 4096  # ... and each of its sends counts as so much more
+_VIEW_BYTES_MIN = 4096  # smaller payloads are copied together, as are those that would pin much more than themselves
 _COALESCED_BYTES_MAX = 64 * 1024
 
 Chunk = bytes | bytearray | memoryview
+Deliver = Callable[[memoryview], None]
 
 
 class StreamOwner(Protocol):
@@ -41,7 +45,7 @@ class StreamOwner(Protocol):
 
     def count_committed(self, change_bytes: int) -> None: ...
 
-    def queue_control(self, frame: bytes) -> None: ...
+    def queue_control(self, frame: bytes, *, can_wait: bool = False) -> None: ...
 
     def schedule(self, stream: YamuxStream) -> None: ...
 
@@ -68,9 +72,12 @@ class YamuxStream(IMuxedStream):
         self._remote_closed = False
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
+        self._sent_without_pause_bytes = 0
         self._send_window = INITIAL_WINDOW_BYTES
         self._local_closed = False
         self._fin_sent = False
+        self._deliver: Deliver | None = None
+        self._deliver_error: Exception | None = None
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()
         owner.count_committed(INITIAL_WINDOW_BYTES)
@@ -90,6 +97,37 @@ class YamuxStream(IMuxedStream):
                 return b""
             await self._readers.park()
         return self._take(max_bytes)
+
+    async def pump(self, deliver: Deliver) -> None:
+        """Gives each chunk to `deliver` as it arrives, from the connection's own task, until the end of the stream.
+
+        That saves a wake-up per chunk. What `deliver` raises ends the pump and is raised here, as is Unreachable.
+        Cancel-safety: what was not delivered yet can still be received.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while chunk := await self.receive() if self._received else b"":
+            deliver(memoryview(chunk))
+        self._deliver = deliver
+        try:
+            while self._deliver_error is None and self._failure is None and not self._remote_closed:
+                await self._readers.park()
+        finally:
+            self._deliver = None
+        if self._deliver_error is not None:
+            raise self._deliver_error
+        if self._failure is not None:
+            raise Unreachable(self._failure)
+
+    def _deliver_now(self, payload: memoryview) -> None:
+        assert self._deliver is not None
+        self._owner.count_committed(-len(payload))
+        self._give_back(len(payload))
+        try:
+            self._deliver(payload)
+        except Exception as error:
+            # Raised again in the task that pumps, whose stream it concerns; here it would end the connection.
+            self._deliver, self._deliver_error = None, error
+            self._readers.unpark_all()
 
     def _take(self, max_bytes: int) -> Chunk:
         chunk = self._received.popleft()
@@ -117,7 +155,8 @@ class YamuxStream(IMuxedStream):
         self._receive_window += change
         self._uncredited_bytes = 0
         self._owner.count_committed(change)
-        self._owner.queue_control(pack(FrameType.WINDOW_UPDATE, Flag.NONE, self.stream_id, change))
+        frame = pack(FrameType.WINDOW_UPDATE, Flag.NONE, self.stream_id, change)
+        self._owner.queue_control(frame, can_wait=not growth)
 
     def _window_growth(self) -> int:
         last_at, self._given_back_at = self._given_back_at, self._owner.now()
@@ -133,18 +172,28 @@ class YamuxStream(IMuxedStream):
 
         Cancel-safety: a cancelled call has queued nothing.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            self._check_writable()
-            if self._unsent_bytes < SEND_QUEUE_BYTES:
-                break
+        if self._sent_without_pause_bytes >= YIELD_BYTES:
+            self._sent_without_pause_bytes = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        while not self.send_now(*parts):
             await self._writers.park()
+
+    def send_now(self, *parts: bytes | bytearray | memoryview) -> bool:
+        """Queues all parts as `send` does, or none of them and returns False when there is no room."""
+        self._check_writable()
+        if self._unsent_bytes >= SEND_QUEUE_BYTES:
+            return False
+        before = self._unsent_bytes
         for part in parts:
             view = memoryview(part)
             if view.nbytes:
                 self._unsent.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
                 self._unsent_bytes += view.nbytes
+        self._sent_without_pause_bytes += self._unsent_bytes - before + YIELD_COST_BYTES
         self._schedule_if_sendable()
+        return True
 
     def _check_writable(self) -> None:
         if self._failure is not None:
@@ -153,13 +202,20 @@ class YamuxStream(IMuxedStream):
             raise Unreachable(f"stream {self.stream_id} was closed by us and takes no more bytes")
 
     def _schedule_if_sendable(self) -> None:
-        can_send = self._send_window > 0 if self._unsent else self._local_closed and not self._fin_sent
-        if can_send and not self.scheduled and self._failure is None:
+        if not self.scheduled and self._is_sendable():
             self.scheduled = True
             self._owner.schedule(self)
 
+    def _is_sendable(self) -> bool:
+        if self._failure is not None:
+            return False
+        return self._send_window > 0 if self._unsent else self._local_closed and not self._fin_sent
+
     def next_frame(self, bytes_max: int) -> list[bytes | memoryview]:
-        """The header and payload of this stream's next frame of at most `bytes_max` payload bytes; [] if none."""
+        """The header and payload of this stream's next frame of at most `bytes_max` payload bytes; [] if none.
+
+        Afterwards `scheduled` says whether there is more to send.
+        """
         self.scheduled = False
         if self._failure is not None:
             return []
@@ -173,11 +229,11 @@ class YamuxStream(IMuxedStream):
         self._unsent_bytes -= count
         if self._unsent_bytes < SEND_QUEUE_BYTES:
             self._writers.unpark_all()
-        header = pack(FrameType.DATA, Flag.FIN if last else Flag.NONE, self.stream_id, count)
+        header = pack_data(self.stream_id, count, is_last=last)
         if last:
             self._fin_sent = True
             self._forget_if_over()
-        self._schedule_if_sendable()
+        self.scheduled = self._is_sendable()
         return [header, *payload]
 
     def _take_unsent(self, budget: int) -> list[memoryview]:
@@ -205,9 +261,12 @@ class YamuxStream(IMuxedStream):
             self._owner.count_committed(-len(payload))
             self._give_back(len(payload))
             return
+        if self._deliver is not None:
+            self._deliver_now(payload)
+            return
         self._received_bytes += len(payload)
         last = self._received[-1] if self._received else None
-        if len(payload) >= _COPY_BELOW_BYTES:
+        if _is_worth_keeping(payload):
             self._received.append(payload)
         elif isinstance(last, bytearray) and len(last) + len(payload) <= _COALESCED_BYTES_MAX:
             last += payload
@@ -321,3 +380,9 @@ class YamuxStream(IMuxedStream):
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _is_worth_keeping(payload: memoryview) -> bool:
+    """Whether a view costs about what it shows: it holds on to the whole decrypted message that it lies in."""
+    message = payload.obj
+    return len(payload) >= _VIEW_BYTES_MIN and isinstance(message, bytes) and 2 * len(payload) >= len(message)

@@ -5,13 +5,13 @@ It does not know streams, peers' addresses or which protocols run on top. On the
 ChaCha20-Poly1305, at most 65,519 bytes of plaintext each.
 
 The stock session reads a two-byte length and then a body, sends each message alone, and holds a lock across both;
-it spends 5 % of its time in the cipher. This one takes up to 256 KiB with one receive, decrypts whatever is
-complete in it, and sends all messages of one write at once.
+it spends 5 % of its time in the cipher. This one receives up to 256 KiB at once into a buffer that it keeps, decrypts
+whatever is complete in it, and sends all messages of one write at once, without a copy of large payloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from cryptography.exceptions import InvalidTag
@@ -26,12 +26,13 @@ from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 
 from kvasir_node.base.errors import Misbehaved, RejectReason
+from kvasir_node.net.raw_link import Buffer, RawLink, link_of, size_of
 
 RECEIVE_BYTES = 256 * 1024
 PLAINTEXT_BYTES_MAX = 65_535 - 16  # one message, without its authentication tag
 _CIPHERTEXT_BYTES_MIN = 16
-
-Buffer = bytes | bytearray | memoryview
+_MESSAGE_BYTES_MAX = 2 + 65_535
+_DIRECT_BYTES = 32 * 1024  # a part this large is sealed where it lies; smaller ones are joined into one message
 
 
 class BufferedConnection(IRawConnection):
@@ -95,10 +96,19 @@ class NoiseSession(BaseSession):
         self._decrypt: ChaCha20Poly1305 = receiving.cipher.cipher
         self._send_nonce: int = sending.n
         self._receive_nonce: int = receiving.n
-        self._ciphertext = connection.take_buffered()
+        self._link: RawLink = link_of(connection.raw)
+        # Untouched pages of it cost nothing: a connection with small messages uses only the first few.
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES + _MESSAGE_BYTES_MAX))
+        self._start = self._end = 0  # of what was received and not decrypted
+        self._keep(connection.take_buffered())
         self._plaintext: list[bytes] = []
+        self._unsent: list[Buffer] = []  # sealed, and not taken by the connection
         self.bytes_in = 0
         self.bytes_out = 0
+
+    def _keep(self, received: bytes) -> None:
+        self._buffer[self._end : self._end + len(received)] = received
+        self._end += len(received)
 
     async def read_chunks(self) -> list[bytes]:
         """Everything that one receive completes: one or more pieces of at most 65,519 bytes.
@@ -112,23 +122,35 @@ class NoiseSession(BaseSession):
             chunks = self._open_complete_messages()
             if chunks:
                 return chunks
-            received = await self._connection.raw.read(RECEIVE_BYTES)
-            if not received:
+            count = await self._link.receive_into(self._buffer[self._end :])
+            if not count:
                 raise ConnectionClosedError("the peer closed the connection")
-            self.bytes_in += len(received)
-            self._ciphertext = self._ciphertext + received if self._ciphertext else received
+            self.bytes_in += count
+            self._end += count
 
     def _open_complete_messages(self) -> list[bytes]:
-        data, position, chunks = memoryview(self._ciphertext), 0, []
-        while len(data) - position >= 2:
+        data, position, received_end, chunks = self._buffer, self._start, self._end, []
+        while received_end - position >= 2:
             end = position + 2 + ((data[position] << 8) | data[position + 1])
-            if end > len(data):
+            if end > received_end:
                 break
-            chunks.append(self._open(data[position + 2 : end]))
+            chunk = self._open(data[position + 2 : end])
+            if chunk:
+                chunks.append(chunk)
             position = end
-        if position:
-            self._ciphertext = bytes(data[position:])
-        return [chunk for chunk in chunks if chunk]
+        self._advance_to(position)
+        return chunks
+
+    def _advance_to(self, position: int) -> None:
+        """Forgets what lies before; the rest of a message moves to the front once the buffer's end is near."""
+        rest = self._end - position
+        if not rest:
+            self._start = self._end = 0
+        elif len(self._buffer) - self._end < _MESSAGE_BYTES_MAX:
+            self._buffer[:rest] = self._buffer[position : self._end]
+            self._start, self._end = 0, rest
+        else:
+            self._start = position
 
     def _open(self, message: memoryview) -> bytes:
         if len(message) < _CIPHERTEXT_BYTES_MIN:
@@ -141,19 +163,65 @@ class NoiseSession(BaseSession):
         self._receive_nonce += 1
         return chunk
 
-    async def write_parts(self, parts: Sequence[Buffer]) -> None:
-        """Sends all parts in order with one write to the connection. Raises what the raw connection raises."""
-        sealed = b"".join(self._seal(parts[0] if len(parts) == 1 else b"".join(parts)))
-        self.bytes_out += len(sealed)
-        await self._connection.raw.write(sealed)
+    # --- writing ---
 
-    def _seal(self, plaintext: Buffer) -> Iterator[bytes]:
-        view = memoryview(plaintext)
-        for start in range(0, len(view), PLAINTEXT_BYTES_MAX):
-            message = self._encrypt.encrypt(_nonce(self._send_nonce), view[start : start + PLAINTEXT_BYTES_MAX], None)
-            self._send_nonce += 1
-            yield len(message).to_bytes(2, "big")
-            yield message
+    @property
+    def can_write_now(self) -> bool:
+        """Whether `write_now` makes sense: the connection can take bytes without waiting, and none wait to be sent."""
+        return self._link.sends_now and not self._unsent
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def write_now(self, parts: Sequence[Buffer]) -> None:
+        """Seals all parts and sends what the connection takes at once; `flush` sends the rest. Never waits.
+
+        Raises what the raw connection raises.
+        """
+        sealed = self._seal(parts)
+        self.bytes_out += size_of(sealed)
+        self._unsent = self._link.send_now(sealed)
+
+    async def flush(self) -> None:
+        """Sends what `write_now` left."""
+        await self._link.send_all(self._unsent)
+        self._unsent = []
+
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Sends all parts in order. Raises what the raw connection raises."""
+        sealed = self._seal(parts)
+        self.bytes_out += size_of(sealed)
+        await self._link.send_all(sealed)
+
+    def _seal(self, parts: Sequence[Buffer]) -> list[Buffer]:
+        """Noise messages, each as its length and its body. Small parts share messages, large ones are not copied."""
+        sealed: list[Buffer] = []
+        small: list[Buffer] = []
+        small_bytes = 0
+        for part in parts:
+            size = len(part)
+            if small and (size >= _DIRECT_BYTES or small_bytes + size > PLAINTEXT_BYTES_MAX):
+                self._seal_message(small[0] if len(small) == 1 else b"".join(small), sealed)
+                small, small_bytes = [], 0
+            if size < _DIRECT_BYTES:
+                small.append(part)
+                small_bytes += size
+            elif size <= PLAINTEXT_BYTES_MAX:
+                self._seal_message(part, sealed)
+            else:
+                view = memoryview(part)
+                for start in range(0, size, PLAINTEXT_BYTES_MAX):
+                    self._seal_message(view[start : start + PLAINTEXT_BYTES_MAX], sealed)
+        if small:
+            self._seal_message(small[0] if len(small) == 1 else b"".join(small), sealed)
+        return sealed
+
+    def _seal_message(self, plaintext: Buffer, sealed: list[Buffer]) -> None:
+        message = self._encrypt.encrypt(_nonce(self._send_nonce), plaintext, None)
+        self._send_nonce += 1
+        sealed.append(len(message).to_bytes(2, "big"))
+        sealed.append(message)
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to n bytes; the form that libp2p's protocol selection uses."""
@@ -168,7 +236,8 @@ class NoiseSession(BaseSession):
         return taken
 
     async def write(self, data: bytes) -> None:
-        await self.write_parts((data,))
+        if data:
+            await self.write_parts((data,))
 
     async def close(self) -> None:
         await self._connection.close()

@@ -14,7 +14,9 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
+import outcome
 import trio
 
 from kvasir_node.base.errors import (
@@ -45,16 +47,23 @@ _log = logging.getLogger(__name__)
 
 
 class _ServedCall:
-    """A call of the peer that is being computed; cancelled by the peer, who then wants no answer."""
+    """A call of the peer; cancelled by the peer, who then wants no answer."""
 
-    def __init__(self) -> None:
-        self.scope: trio.CancelScope | None = None
+    def __init__(self, frame: CallFrame) -> None:
+        self.frame = frame
+        self.scope: trio.CancelScope | None = None  # of the task that computes it
         self.is_cancelled = False
 
     def cancel(self) -> None:
         self.is_cancelled = True
         if self.scope is not None:
             self.scope.cancel()
+
+
+class _Deadline(NamedTuple):
+    at: float
+    method: int
+    timeout_s: float
 
 
 class CallStream:
@@ -68,7 +77,6 @@ class CallStream:
         in_flight_max: int,
         body_bytes_max: int,
         on_notice: NoticeHandler | None = None,
-        clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self.stream = stream
         self.end_reason: str | None = None
@@ -76,19 +84,25 @@ class CallStream:
         self._on_notice = on_notice
         self._in_flight_max = in_flight_max
         self._body_bytes_max = body_bytes_max
-        self._clock = clock
         self._next_id = 1
         self._pending: dict[int, Deliver] = {}
+        self._deadlines: dict[int, _Deadline] = {}  # of those pending calls that have one
+        self._deadline_check_at = math.inf
         self._cancelled: dict[int, None] = {}
         self._forgotten_below = 0  # cancelled ids under this are not remembered one by one
         self._serving: dict[int, _ServedCall] = {}
         self._tasks = 0  # serving, or cancelled and not over yet
+        self._unserved: deque[_ServedCall] = deque()
+        self._idle_servers = 0  # tasks that wait for the next call: waking one costs less than starting one
         self._outbox: deque[Sequence[Part]] = deque()
         self._outbox_max = 4 * in_flight_max + OUTBOX_SPARE_FRAMES
         self._misbehaviour: Misbehaved | None = None
         self._closing = False
+        self._is_writing = False
         self._writer_lot = trio.lowlevel.ParkingLot()
         self._room_lot = trio.lowlevel.ParkingLot()
+        self._server_lot = trio.lowlevel.ParkingLot()
+        self._deadline_lot = trio.lowlevel.ParkingLot()
 
     @property
     def peer(self) -> PeerId:
@@ -116,6 +130,7 @@ class CallStream:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_until_broken, nursery.cancel_scope)
+                nursery.start_soon(self._keep_deadlines)
                 try:
                     reason = await self._read_loop(nursery)
                 except Misbehaved as error:
@@ -147,7 +162,9 @@ class CallStream:
             parts = [part for frame in self._outbox for part in frame]
             self._outbox.clear()
             self._room_lot.unpark_all()
+            self._is_writing = True
             await self.stream.write(*parts)
+            self._is_writing = False
         await self.stream.close()
 
     def _close_when_served(self) -> None:
@@ -163,6 +180,9 @@ class CallStream:
         if self.end_reason is None:
             self.end_reason = reason
         pending, self._pending = self._pending, {}
+        self._deadlines.clear()
+        self._deadline_lot.unpark_all()
+        self._server_lot.unpark_all()
         for deliver in pending.values():
             deliver(self._cut_off(reason))
 
@@ -179,32 +199,34 @@ class CallStream:
         It is never called when `cancel` came first. Parts must not change until then.
         Raises Overloaded at in_flight_max, Unreachable after the stream's end, UsageError for a body too large.
         """
-        self._check_open(parts)
+        size = self._checked_size(parts)
         if len(self._pending) >= self._in_flight_max or len(self._outbox) >= self._outbox_max:
             raise Overloaded(f"{self._in_flight_max} calls to {self.peer} are under way; wait for one or use another")
         call_id = self._next_id
         self._next_id += 1
         self._pending[call_id] = deliver
-        self._queue(Kind.CALL, method, call_id, parts)
+        self._queue(Kind.CALL, method, call_id, parts, size)
         return call_id
 
-    def _check_open(self, parts: Sequence[Part]) -> None:
+    def _checked_size(self, parts: Sequence[Part]) -> int:
         if self.end_reason is not None or self._closing:
             raise Unreachable(f"no call to {self.peer}: the stream ended: {self.end_reason or 'closed by us'}")
         size = _bytes_of(parts)
         if size > self._body_bytes_max:
             raise UsageError(f"a body of {size} bytes; at most {self._body_bytes_max} may be sent in one call")
+        return size
 
     def cancel(self, call_id: int) -> bool:
         """Gives a call up and tells the peer; False when it was over already."""
         if self._pending.pop(call_id, None) is None:
             return False
+        self._deadlines.pop(call_id, None)
         self._cancelled[call_id] = None
         if len(self._cancelled) > CANCELLED_IDS_MAX:
             oldest = next(iter(self._cancelled))
             del self._cancelled[oldest]
             self._forgotten_below = max(self._forgotten_below, oldest + 1)
-        self._queue(Kind.CANCEL, 0, call_id, ())
+        self._queue(Kind.CANCEL, 0, call_id, (), 0)
         return True
 
     async def call(self, method: int, *parts: Part, timeout_s: float) -> memoryview:
@@ -213,27 +235,39 @@ class CallStream:
 
         Cancel-safety: a cancelled call is cancelled at the peer, too.
         """
-        answered = trio.Event()
-        answer: list[memoryview | KvasirError] = []
-        started_at = self._clock()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        task = trio.lowlevel.current_task()
 
         def deliver(result: memoryview | KvasirError) -> None:
-            answer.append(result)
-            answered.set()
+            failed = isinstance(result, KvasirError)
+            trio.lowlevel.reschedule(task, outcome.Error(result) if failed else outcome.Value(result))
 
         call_id = self.submit(method, parts, deliver)
-        try:
-            with trio.move_on_after(timeout_s):
-                await answered.wait()
-        finally:
+        self._set_deadline(call_id, _Deadline(trio.current_time() + timeout_s, method, timeout_s))
+
+        def abort(raise_cancel: object) -> trio.lowlevel.Abort:
             self.cancel(call_id)
-        if not answer:
-            waited_s = self._clock() - started_at
-            raise CallTimeout(f"{self.peer} did not answer method {method} within {waited_s:.3g} s")
-        result = answer[0]
-        if isinstance(result, KvasirError):
-            raise result
-        return result
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        return await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _set_deadline(self, call_id: int, deadline: _Deadline) -> None:
+        """One task keeps all deadlines: a cancel scope for each call would cost more than its frame."""
+        self._deadlines[call_id] = deadline
+        if deadline.at < self._deadline_check_at:
+            self._deadline_lot.unpark_all()
+
+    async def _keep_deadlines(self) -> None:
+        while self.end_reason is None:
+            # Calls that are over leave this time as it is: it is looked at once per timeout, not once per call.
+            self._deadline_check_at = min((each.at for each in self._deadlines.values()), default=math.inf)
+            with trio.move_on_at(self._deadline_check_at):
+                await self._deadline_lot.park()
+            now = trio.current_time()
+            for call_id, due in [item for item in self._deadlines.items() if item[1].at <= now]:
+                deliver = self._pending[call_id]
+                self.cancel(call_id)
+                deliver(CallTimeout(f"{self.peer} did not answer method {due.method} within {due.timeout_s:.3g} s"))
 
     async def notify(self, method: int, *parts: Part) -> None:
         """Sends a message that has no answer; waits only for room. Raises Unreachable after the stream's end.
@@ -243,27 +277,42 @@ class CallStream:
         await trio.lowlevel.checkpoint_if_cancelled()
         while len(self._outbox) >= self._outbox_max // 2 and self.end_reason is None:
             await self._room_lot.park()
-        self._check_open(parts)
-        self._queue(Kind.NOTICE, method, 0, parts)
+        size = self._checked_size(parts)
+        self._queue(Kind.NOTICE, method, 0, parts, size)
 
-    def _queue(self, kind: Kind, method: int, call_id: int, parts: Sequence[Part]) -> None:
-        self._outbox.append((pack_header(kind, method, call_id, _bytes_of(parts)), *parts))
+    def _queue(self, kind: Kind, method: int, call_id: int, parts: Sequence[Part], size_bytes: int) -> None:
+        frame = (pack_header(kind, method, call_id, size_bytes), *parts)
+        if self._is_alone and self._written_now(frame):
+            return
+        self._outbox.append(frame)
         self._writer_lot.unpark_all()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a frame goes at once. With other calls under way it waits for theirs, and all go together."""
+        return len(self._pending) <= 1 and not self._serving and not self._outbox and not self._is_writing
+
+    def _written_now(self, frame: Sequence[Part]) -> bool:
+        try:
+            return self.stream.write_now(*frame)
+        except Unreachable:
+            return False  # the writer meets the same and fails every call with it
 
     # --- what arrives ---
 
     async def _read_loop(self, nursery: trio.Nursery) -> str:
         assembler = FrameAssembler(self._body_bytes_max)
-        while True:
-            chunk = await self.stream.read()
-            if not chunk:
-                ended = "in the middle of a frame" if assembler.is_mid_frame else "between frames"
-                return f"the peer closed the stream {ended}"
+
+        def arrived(chunk: bytes | memoryview) -> None:
             for frame in assembler.feed(chunk):
                 self._arrived(frame, nursery)
             if len(self._outbox) > self._outbox_max:
                 text = f"{len(self._outbox)} frames wait for {self.peer}, which asks and does not read"
                 raise Misbehaved(RejectReason.TOO_MANY, text)
+
+        await self.stream.pump(arrived)
+        ended = "in the middle of a frame" if assembler.is_mid_frame else "between frames"
+        return f"the peer closed the stream {ended}"
 
     def _arrived(self, frame: CallFrame, nursery: trio.Nursery) -> None:
         if frame.kind is Kind.CALL:
@@ -281,6 +330,7 @@ class CallStream:
     def _result_arrived(self, frame: CallFrame) -> None:
         deliver = self._pending.pop(frame.id, None)
         if deliver is not None:
+            self._deadlines.pop(frame.id, None)
             deliver(frame.body if frame.kind is Kind.RESULT else decode_error(frame.body))
         elif frame.id in self._cancelled:
             del self._cancelled[frame.id]
@@ -296,25 +346,45 @@ class CallStream:
         elif len(self._serving) >= self._in_flight_max or self._tasks >= 2 * self._in_flight_max:
             self._answer_error(frame.id, Overloaded(f"{self._in_flight_max} calls are under way here"))
         else:
-            served = self._serving[frame.id] = _ServedCall()
+            served = self._serving[frame.id] = _ServedCall(frame)
             self._tasks += 1
-            nursery.start_soon(self._serve, self._handler, frame, served)
+            self._unserved.append(served)
+            if self._idle_servers:
+                self._idle_servers -= 1
+                self._server_lot.unpark()
+            else:
+                nursery.start_soon(self._serve_calls, self._handler)
 
-    async def _serve(self, handler: CallHandler, frame: CallFrame, served: _ServedCall) -> None:
+    async def _serve_calls(self, handler: CallHandler) -> None:
+        """Serves one call after another; ends with the first that the peer cancels, or when no more can come."""
+        with trio.move_on_after(math.inf) as scope:
+            while not scope.cancel_called:
+                if self._unserved:
+                    await self._serve(handler, self._unserved.popleft(), scope)
+                elif self.end_reason is not None:
+                    break
+                else:
+                    self._idle_servers += 1
+                    await self._server_lot.park()
+
+    async def _serve(self, handler: CallHandler, served: _ServedCall, scope: trio.CancelScope) -> None:
+        served.scope = scope
         try:
-            with trio.move_on_after(math.inf) as served.scope:
-                if not served.is_cancelled:
-                    await self._serve_in_scope(handler, frame, served)
+            if not served.is_cancelled:
+                await self._answer(handler, served)
         finally:
+            served.scope = None
             self._tasks -= 1
-        self._close_when_served()
+            self._close_when_served()
 
-    async def _serve_in_scope(self, handler: CallHandler, frame: CallFrame, served: _ServedCall) -> None:
+    async def _answer(self, handler: CallHandler, served: _ServedCall) -> None:
+        frame, size = served.frame, 0
         answer: Sequence[Part] | KvasirError
         try:
             answer = await handler(frame.method, frame.body)
-            if _bytes_of(answer) > self._body_bytes_max:
-                raise BugError(f"a result of {_bytes_of(answer)} bytes; at most {self._body_bytes_max} may be sent")
+            size = _bytes_of(answer)
+            if size > self._body_bytes_max:
+                raise BugError(f"a result of {size} bytes; at most {self._body_bytes_max} may be sent")
         except KvasirError as error:
             answer = error
         except Exception as error:
@@ -327,14 +397,15 @@ class CallStream:
         if isinstance(answer, KvasirError):
             self._answer_error(frame.id, answer)
         else:
-            self._queue(Kind.RESULT, frame.method, frame.id, answer)
+            self._queue(Kind.RESULT, frame.method, frame.id, answer, size)
 
     def _answer_error(self, call_id: int, error: KvasirError) -> None:
-        self._queue(Kind.ERROR, 0, call_id, (encode_error(error),))
+        body = encode_error(error)
+        self._queue(Kind.ERROR, 0, call_id, (body,), len(body))
 
 
 def _bytes_of(parts: Sequence[Part]) -> int:
-    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+    return sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in parts])
 
 
 def call_handler(

@@ -36,6 +36,18 @@ class Stream(Protocol):
         """Queues all parts in order; waits only for room. Parts must not change afterwards. Raises Unreachable."""
         ...
 
+    def write_now(self, *parts: bytes | bytearray | memoryview) -> bool:
+        """Queues all parts as `write` does, or none of them and returns False when there is no room."""
+        ...
+
+    async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
+        """Instead of `read`: gives each chunk to `deliver` as soon as it arrives, until the end of the stream.
+
+        `deliver` may run in another task of the loop; what it raises ends the pump and is raised here. Raises
+        Unreachable like `read`. Cancel-safety: what was not delivered yet can still be read.
+        """
+        ...
+
     async def close(self) -> None:
         """Ends our direction; the other may go on."""
         ...

@@ -54,16 +54,16 @@ async def test_one_write_of_many_messages_is_one_send():
 async def test_a_flipped_bit_is_the_peers_fault_and_never_data():
     first, second = await session_pair()
     for bit in (0, 9, 100):
-        sealed = bytearray(b"".join(first._seal(b"x" * 40)))
+        sealed = bytearray(b"".join(first._seal([b"x" * 40])))
         sealed[2 + bit // 8] ^= 1 << (bit % 8)
-        second._ciphertext = bytes(sealed)
+        second._keep(bytes(sealed))
         with pytest.raises(Misbehaved, match="does not authenticate"):
             await second.read_chunks()
 
 
 async def test_a_message_too_short_for_its_tag_is_refused():
     _, second = await session_pair()
-    second._ciphertext = b"\0\x05hello"
+    second._keep(b"\0\x05hello")
     with pytest.raises(Misbehaved, match="cannot hold its tag"):
         await second.read_chunks()
 

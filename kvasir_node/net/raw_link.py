@@ -1,0 +1,175 @@
+"""How a session's bytes reach the wire: at once from the caller's own task where the kernel takes them, else waiting.
+
+It does not know encryption or frames. A socket of ours (`TcpStream`) does both; any other raw connection of libp2p
+only waits.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import trio
+from libp2p.abc import IRawConnection
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import ConnectionClosedError
+
+Buffer = bytes | bytearray | memoryview
+HANDSHAKE_READ_BYTES = 64 * 1024
+PARTS_MAX = 512  # of one send; the kernel takes 1024
+
+
+def size_of(parts: Sequence[Buffer]) -> int:
+    return sum([len(part) for part in parts])
+
+
+class RawLink(Protocol):
+    """Both directions of a raw connection. One task receives; sends never overlap."""
+
+    @property
+    def sends_now(self) -> bool:
+        """Whether `send_now` can ever send."""
+        ...
+
+    def send_now(self, parts: list[Buffer]) -> list[Buffer]:
+        """Sends what is taken without waiting; returns the rest. Raises ConnectionClosedError."""
+        ...
+
+    async def send_all(self, parts: list[Buffer]) -> None:
+        """Cancel-safety: a part may have been sent, nobody knows how much; only closing makes sense then."""
+        ...
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        """At least one byte into `buffer`; 0 at the end. Cancel-safety: loses nothing."""
+        ...
+
+
+class TcpStream(ReadWriteCloser):
+    """A connected TCP socket, as libp2p's ReadWriteCloser and as a RawLink.
+
+    It takes the socket out of trio's stream: trio's own `send` and `recv` cannot be called without a checkpoint, and
+    each checkpoint is a pass of the scheduler.
+    """
+
+    sends_now = True
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._socket = socket.socket(fileno=stream.socket.detach())
+        self._socket.setblocking(False)
+        self._remote_address = self._peer_name()
+        self._is_drained = True  # the last receive got less than it had room for: the next one has to wait
+
+    def _peer_name(self) -> tuple[str, int] | None:
+        try:
+            host, port, *_ = self._socket.getpeername()
+        except OSError:
+            return None
+        return str(host), int(port)
+
+    def send_now(self, parts: list[Buffer]) -> list[Buffer]:
+        while parts:
+            batch = parts[:PARTS_MAX]
+            try:
+                sent = self._socket.sendmsg(batch)
+            except BlockingIOError:
+                return parts
+            except OSError as error:
+                raise ConnectionClosedError(f"the connection broke: {error.strerror or error}") from error
+            if sent < size_of(batch):
+                return _without(parts, sent)
+            parts = parts[PARTS_MAX:]
+        return parts
+
+    async def send_all(self, parts: list[Buffer]) -> None:
+        rest = self.send_now(parts)
+        while rest:
+            await self._wait(trio.lowlevel.wait_writable)
+            rest = self.send_now(rest)
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        if not self._is_drained:
+            await trio.lowlevel.checkpoint()  # else a fast peer would keep every other task from running
+        while True:
+            if self._is_drained:
+                await self._wait(trio.lowlevel.wait_readable)
+            try:
+                count = self._socket.recv_into(buffer)
+            except BlockingIOError:
+                self._is_drained = True
+                continue
+            except OSError as error:
+                raise ConnectionClosedError(f"the connection broke: {error.strerror or error}") from error
+            self._is_drained = count < len(buffer)
+            return count
+
+    async def _wait(self, until_possible: Callable[[int], Awaitable[None]]) -> None:
+        if self._socket.fileno() < 0:
+            raise ConnectionClosedError("the connection was closed by us")
+        try:
+            await until_possible(self._socket.fileno())
+        except trio.ClosedResourceError as error:
+            raise ConnectionClosedError("the connection was closed by us") from error
+
+    # --- the shape that libp2p's handshake expects ---
+
+    async def read(self, n: int | None = None) -> bytes:
+        """1 to n bytes, b"" at the end."""
+        buffer = bytearray(HANDSHAKE_READ_BYTES if n is None else min(n, HANDSHAKE_READ_BYTES))
+        count = await self.receive_into(memoryview(buffer)) if buffer else 0
+        return bytes(buffer[:count])
+
+    async def write(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        await self.send_all([data])
+
+    async def close(self) -> None:
+        self.close_now()
+        await trio.lowlevel.checkpoint()
+
+    def close_now(self) -> None:
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket.fileno())
+            self._socket.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._remote_address
+
+
+def _without(parts: list[Buffer], count: int) -> list[Buffer]:
+    """The parts after their first `count` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []
+
+
+class _WaitingLink:
+    """A RawLink over any raw connection, which it asks for no more than libp2p promises."""
+
+    sends_now = False
+
+    def __init__(self, raw: IRawConnection) -> None:
+        self._raw = raw
+        self._received = memoryview(b"")
+
+    def send_now(self, parts: list[Buffer]) -> list[Buffer]:
+        return parts
+
+    async def send_all(self, parts: list[Buffer]) -> None:
+        await self._raw.write(b"".join(parts))
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        if not self._received:
+            self._received = memoryview(await self._raw.read(len(buffer)))
+        taken = self._received[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._received = self._received[len(taken) :]
+        return len(taken)
+
+
+def link_of(raw: IRawConnection) -> RawLink:
+    """The quickest way to a raw connection's bytes."""
+    stream = getattr(raw, "stream", None)
+    return stream if isinstance(stream, TcpStream) else _WaitingLink(raw)

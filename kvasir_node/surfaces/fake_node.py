@@ -1,7 +1,7 @@
 """A scripted NodePort: for tests, and for looking at the screen without a model.
 
-It does not compute anything: an answer is the script's pieces, one each `piece_s`. Slots, the queue and leaving
-early behave as the real node promises, and can be watched (`busy`, `left_early_count`).
+It does not compute anything: an answer is the script's pieces, one each `piece_s`, in every choice. Slots, the queue
+and leaving early behave as the real node promises, and can be watched (`busy`, `left_early_count`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import trio
 
 from kvasir_node import __version__
 from kvasir_node.base.errors import CapacityError, QueueFull, UsageError
-from kvasir_node.base.generation import AnswerFacts, Finished, FinishReason, GenerationRequest, TextDelta
+from kvasir_node.base.generation import (
+    AnswerEvent,
+    AnswerFacts,
+    ChoiceEnded,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    TextDelta,
+)
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import (
     DemandSnapshot,
@@ -152,9 +160,7 @@ class FakeNode:
             if self._open == 0:
                 self._idle.set()
 
-    async def _events(
-        self, request: GenerationRequest, ended: list[Finished]
-    ) -> AsyncGenerator[TextDelta | Finished, None]:
+    async def _events(self, request: GenerationRequest, ended: list[Finished]) -> AsyncGenerator[AnswerEvent, None]:
         try:
             self._places.acquire_nowait()
         except trio.WouldBlock:
@@ -166,10 +172,13 @@ class FakeNode:
                 await trio.sleep(self.piece_s)
                 if index == self.failure_at and self.failure is not None:
                     raise self.failure
-                yield TextDelta(piece)
-            count = min(limit, len(self.pieces))
+                for choice in range(request.choices):
+                    yield TextDelta(piece, choice)
+            count, last = min(limit, len(self.pieces)) * request.choices, request.choices - 1
             reason = FinishReason.LENGTH if limit < len(self.pieces) else FinishReason.STOP
-            ended.append(Finished(reason, len(_prompt_text(request)), count, AnswerFacts(local_pairs=12 * count)))
+            for choice in range(last):
+                yield ChoiceEnded(reason, choice)
+            ended.append(Finished(reason, len(_prompt_text(request)), count, AnswerFacts(local_pairs=12 * count), last))
             yield ended[0]
         finally:
             self.busy -= 1

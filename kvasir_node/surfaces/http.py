@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvasir_node.base.errors import BugError, KvasirError, NotFoundError, UsageError
-from kvasir_node.base.generation import Finished, GenerationRequest, TextDelta
+from kvasir_node.base.generation import AnswerEvent, ChoiceEnded, Finished, GenerationRequest
 from kvasir_node.surfaces import views
 from kvasir_node.surfaces.address import is_loopback_host, parse_address
 from kvasir_node.surfaces.answers import (
@@ -121,7 +121,13 @@ class _Api:
     async def _answer(self, request: Request, parse: Callable[..., ApiRequest], *, chat: bool) -> Response:
         settings = self.node.settings.api
         asked = parse(parse_json_object(await _read_body(request, settings.body_bytes_max)))
-        shape = answer_shape(chat=chat, model=self._model(asked.model).name, created=int(time.time()))
+        shape = answer_shape(
+            chat=chat,
+            model=self._model(asked.model).name,
+            created=int(time.time()),
+            choices=asked.generation.choices,
+            logprobs=asked.generation.top_logprobs is not None,
+        )
         if asked.stream:
             return _StreamedAnswer(self.node, asked.generation, shape, asked.include_usage, settings.heartbeat_s)
         return _WholeAnswer(self.node, asked.generation, shape)
@@ -148,12 +154,12 @@ class _WholeAnswer(Response):
             await response(scope, receive, send)
 
     async def _collect(self) -> Response:
-        texts: list[str] = []
+        collected: list[AnswerEvent] = []
         async with self._node.generate(self._request) as events:
             async for event in events:
+                collected.append(event)
                 if isinstance(event, Finished):
-                    return JSONResponse(self._shape.whole("".join(texts), event))
-                texts.append(event.text)
+                    return JSONResponse(self._shape.whole(collected, event))
         raise BugError("an answer ended without a Finished event")
 
 
@@ -207,17 +213,19 @@ class _StreamedAnswer(Response):
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write_one(self, event: TextDelta | Finished | KvasirError | None, send: Send) -> bool:
+    async def _write_one(self, event: AnswerEvent | KvasirError | None, send: Send) -> bool:
         """True after the last event."""
         if event is None:
             await _send_part(send, HEARTBEAT)
-        elif isinstance(event, TextDelta):
-            await _send_part(send, sse_data(self._shape.delta(event, self._include_usage)))
+        elif isinstance(event, KvasirError):
+            await _send_part(send, sse_data(document_of_error(event)))
         elif isinstance(event, Finished):
             last = b"".join(sse_data(document) for document in self._shape.last(event, self._include_usage))
             await _send_part(send, last + DONE)
+        elif isinstance(event, ChoiceEnded):
+            await _send_part(send, sse_data(self._shape.choice_end(event, self._include_usage)))
         else:
-            await _send_part(send, sse_data(document_of_error(event)))
+            await _send_part(send, sse_data(self._shape.delta(event, self._include_usage)))
         return isinstance(event, Finished | KvasirError)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from kvasir_node.base.generation import Finished, GenerationRequest, TextDelta
+from kvasir_node.base.generation import AnswerEvent, GenerationRequest
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import NodeSnapshot
 
@@ -28,7 +28,7 @@ class ModelCard(Protocol):
     def created_at(self) -> int: ...
 
 
-AnswerEvents = AsyncIterator[TextDelta | Finished]
+AnswerEvents = AsyncIterator[AnswerEvent]
 
 
 class NodePort(Protocol):
@@ -50,7 +50,7 @@ class NodePort(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[AnswerEvents]:
-        """One answer: text deltas, then exactly one Finished.
+        """One answer: deltas and calls of all its choices, a ChoiceEnded for each but the last, exactly one Finished.
 
         Entering returns as soon as the request has a slot or a place in the queue; waiting for a slot happens in
         the iterator. Leaving the context, by whatever way, frees the slot at the next token boundary.

@@ -127,7 +127,7 @@ def special(token: int) -> str:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """What llguidance asks of a tokenizer. Called with a text that must come, it says how the model would write it."""
 
     def __init__(self, tokens: Sequence[bytes], specials: Sequence[int], end: int, text: TextModel) -> None:
         self.tokens = tokens
@@ -135,9 +135,24 @@ class _Vocabulary:
         self.eos_token_id = end
         self.bos_token_id = None
         self._text = text
+        self._longest = max(map(len, tokens))
+        self._token_of = {data: token for token, data in enumerate(tokens) if token not in specials and data}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(self._text.encode(text if isinstance(text, str) else text.decode("utf-8", "replace")))
+        data = text.encode() if isinstance(text, str) else text
+        found = list(self._text.encode_part(data.decode("utf-8", "replace")))
+        # A tokenizer that puts a space in front, or text that ends inside a character, would force the wrong bytes.
+        return found if b"".join(self.tokens[token] for token in found) == data else self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        found: list[int] = []
+        while data:
+            length = next((n for n in range(self._longest, 0, -1) if data[:n] in self._token_of), 0)
+            if not length:
+                break  # llguidance goes on by itself from here
+            found.append(self._token_of[data[:length]])
+            data = data[length:]
+        return found
 
 
 def _tokenizer(text: TextModel) -> LLTokenizer:

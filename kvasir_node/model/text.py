@@ -60,6 +60,10 @@ class TextModel:
         """Tokens of a text to be continued, with whatever the tokenizer puts in front (such as a BOS)."""
         return self._ids(text, add_special_tokens=True)
 
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text that stands in the midst of another. Some tokenizers put a space in front all the same."""
+        return self._ids(text, add_special_tokens=False)
+
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:

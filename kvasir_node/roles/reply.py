@@ -80,7 +80,9 @@ class ChoiceWriter:
         start = self._stream.characters
         text = self._stream.push((token.token,)) if token.is_text else ""
         if token.scores is not None and token.is_text:
-            self._scored.append((self._stream.characters, self._logprob(token.token, token.scores, start)))
+            # A token that is only the beginning of a character waits for that character.
+            end = max(self._stream.characters, start + 1)
+            self._scored.append((end, self._logprob(token.token, token.scores, start)))
         is_last = token.finished is not None
         if is_last:
             text += self._stream.finish()

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from kvasir_node.base.errors import DataError
 from kvasir_node.base.generation import SamplingOptions
-from kvasir_node.model.sampling import bad_rows, choose, uniform
+from kvasir_node.model.sampling import bad_rows, choose, forbid, score, seed_of_choice, shift, uniform
 
 DRAWS = [n / 4000 for n in range(4000)]
 
@@ -138,3 +138,56 @@ def test_uniform_is_fixed_by_seed_and_position():
 
 def test_uniform_is_the_same_on_every_machine():
     assert [uniform(42, n) for n in range(3)] == [0.09777433248264134, 0.3796756133180036, 0.18694179744249262]
+
+
+def test_penalties_count_the_answers_tokens_and_biases_are_added():
+    logits = torch.zeros(3, 6)
+    options = [
+        SamplingOptions(presence_penalty=1.0, frequency_penalty=0.5, logit_bias=((2, 3.0), (4, -100.0))),
+        SamplingOptions(),
+        SamplingOptions(frequency_penalty=-2.0),
+    ]
+    counts = [{2: 3, 5: 1}, {1: 9}, {0: 2}]
+    shifted = shift(logits, options, counts)
+    assert shifted.tolist() == [[0, 0, 3 - 1 - 1.5, 0, -100, -1.5], [0] * 6, [4, 0, 0, 0, 0, 0]]
+    assert not logits.any()  # a step may be repeated
+
+
+def test_rows_that_want_nothing_cost_nothing():
+    logits = random_logits(6)[None]
+    assert shift(logits, [SamplingOptions(presence_penalty=1.0)], [{}]) is logits
+    assert forbid(logits, {}) is logits
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([0, 3]), st.sampled_from([0.2, 1.0]))
+def test_what_a_mask_forbids_is_never_drawn_and_the_rest_keeps_its_shares(seed, temperature, top_k, top_p):
+    rows = torch.stack([random_logits(40, seed), random_logits(40, seed + 1)])
+    mask = torch.zeros(40, dtype=torch.bool)
+    mask[seed % 40] = mask[(seed * 7 + 3) % 40] = True
+    options = [SamplingOptions(temperature, top_p, top_k)] * 2
+    draws = [0.999, 0.4]
+    tokens = choose(forbid(rows, {0: mask}), options, draws)
+    assert mask[tokens[0]]
+    assert tokens[1] == choose(rows[1:], options[1:], draws[1:])[0]
+    only = choose(rows[:1, mask], options[:1], draws[:1])[0]
+    assert tokens[0] == mask.nonzero().flatten().tolist()[only]
+
+
+def test_scores_are_log_probabilities_of_the_logits_as_they_came():
+    logits = torch.stack([random_logits(30, 1), random_logits(30, 2), random_logits(30, 3)])
+    expected = logits.double().log_softmax(-1)
+    for row, (scores, top) in enumerate(zip(score(logits, [4, 0, 29], [0, 5, 100]), [0, 5, 30], strict=True)):
+        assert scores.logprob == pytest.approx(float(expected[row, [4, 0, 29][row]]), abs=1e-5)
+        assert len(scores.likeliest) == top
+        assert [token for token, _ in scores.likeliest] == expected[row].topk(top).indices.tolist()
+        assert [value for _, value in scores.likeliest] == pytest.approx(
+            expected[row].topk(top).values.tolist(), abs=1e-5
+        )
+
+
+def test_choices_have_seeds_of_their_own_and_the_first_has_the_requests():
+    seeds = [seed_of_choice(7, choice) for choice in range(16)]
+    assert seeds[0] == 7
+    assert len({*seeds, *(seed_of_choice(8, choice) for choice in range(16))}) == 32
+    assert seeds == [seed_of_choice(7, choice) for choice in range(16)]

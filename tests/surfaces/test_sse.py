@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CapacityError
-from kvasir_node.base.generation import AnswerFacts, Finished, FinishReason, TextDelta
+from kvasir_node.base.generation import (
+    AnswerFacts,
+    ChoiceEnded,
+    Finished,
+    FinishReason,
+    TextDelta,
+    TokenLogprob,
+    ToolCall,
+)
 from kvasir_node.surfaces.sse import Outbox, sse_data
 
 END = Finished(FinishReason.STOP, 1, 2, AnswerFacts())
@@ -19,6 +27,40 @@ async def test_what_was_not_taken_is_joined_and_the_end_stays():
         outbox.put(TextDelta(text))
     outbox.put(END)
     assert [await outbox.take(1) for _ in range(3)] == [TextDelta("abc"), END, END]
+
+
+async def test_choices_are_joined_each_for_itself_and_keep_their_own_order():
+    outbox = Outbox()
+    call = ToolCall("id", "f", "{}", 0, 1)
+    scores = [TokenLogprob(b"x", -1.0, (), at) for at in range(2)]
+    for event in (
+        TextDelta("a", 0, (scores[0],)),
+        TextDelta("b", 1),
+        TextDelta("c", 0, (scores[1],)),
+        call,
+        TextDelta("d", 1),
+        ChoiceEnded(FinishReason.STOP, 1),
+        TextDelta("e", 0),
+        END,
+    ):
+        outbox.put(event)
+    assert [await outbox.take(1) for _ in range(6)] == [
+        TextDelta("ace", 0, tuple(scores)),
+        TextDelta("b", 1),
+        call,
+        TextDelta("d", 1),
+        ChoiceEnded(FinishReason.STOP, 1),
+        END,
+    ]
+
+
+async def test_what_was_taken_is_not_joined_to(autojump_clock):
+    outbox = Outbox()
+    outbox.put(TextDelta("a"))
+    assert await outbox.take(1) == TextDelta("a")
+    outbox.put(TextDelta("b"))
+    assert await outbox.take(1) == TextDelta("b")
+    assert await outbox.take(1) is None
 
 
 async def test_a_failure_comes_after_the_text_before_it():

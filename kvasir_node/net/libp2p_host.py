@@ -11,7 +11,7 @@ choosing connections, and raising: an exception in any stream handler of its own
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +65,8 @@ class Libp2pStream:
         self._muxed = muxed
         self._peer = peer
         self._protocol = protocol
+        self.write_now = muxed.send_now
+        self.pump = muxed.pump
 
     @property
     def peer(self) -> PeerId:
@@ -80,12 +82,6 @@ class Libp2pStream:
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         await self._muxed.send(*parts)
-
-    def write_now(self, *parts: bytes | bytearray | memoryview) -> bool:
-        return self._muxed.send_now(*parts)
-
-    async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
-        await self._muxed.pump(deliver)
 
     async def close(self) -> None:
         await self._muxed.close()

@@ -32,6 +32,7 @@ from multiaddr import Multiaddr
 from kvasir_node.base.errors import KvasirError, Misbehaved, Overloaded, RejectReason, Unreachable
 from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net.muxer_frames import (
+    HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
     Flag,
     Frame,
@@ -267,20 +268,33 @@ class YamuxConnection(IMuxedConn):
         self._round.append(stream)
         self._pump()
 
+    def sent_now(self, frame: list[bytes | memoryview]) -> bool:
+        """Sends one data frame at once; False, and nothing is done, when anything else is or waits to be sent."""
+        if self._round or self._is_writing or not self._is_running or not self.session.can_write_now:
+            return False
+        if self._control:
+            frame = [*self._control, *frame]
+            self._control.clear()
+        self._write_now(frame)
+        return True
+
+    def _write_now(self, batch: list[bytes | memoryview]) -> None:
+        try:
+            self.session.write_now(batch)
+        except _CONNECTION_ERRORS as error:
+            self._end(str(error) or type(error).__name__)
+        else:
+            if self._round or self.session.has_unsent:
+                self._writer_lot.unpark_all()
+
     def _pump(self) -> None:
         """Sends one batch from the task that calls, if nothing is waiting to be sent; else the writer will."""
         if self._is_writing or not self._is_running or not self.session.can_write_now:
             self._writer_lot.unpark_all()
             return
         batch = self._next_batch()
-        try:
-            if batch:
-                self.session.write_now(batch)
-        except _CONNECTION_ERRORS as error:
-            self._end(str(error) or type(error).__name__)
-            return
-        if self._round or self.session.has_unsent:
-            self._writer_lot.unpark_all()
+        if batch:
+            self._write_now(batch)
 
     def forget(self, stream: YamuxStream) -> None:
         if self._streams.pop(stream.stream_id, None) is not None:
@@ -331,6 +345,10 @@ class YamuxConnection(IMuxedConn):
             chunks = await self.session.read_chunks()
             self._heard.set()
             for chunk in chunks:
+                stream_id = reader.whole_data_frame(chunk)
+                if stream_id is not None:
+                    self._message_arrived(stream_id, memoryview(chunk)[HEADER_BYTES:])
+                    continue
                 for frame, payload, complete in reader.feed(chunk):
                     if payload is None:
                         target = self._frame_began(frame)
@@ -356,9 +374,16 @@ class YamuxConnection(IMuxedConn):
             return None
         accepted = stream.data_announced(frame.length) if frame.type == _DATA else stream.window_granted(frame.length)
         if not accepted:
-            text = f"frame of {frame.length} bytes on stream {frame.stream_id} overruns its window"
-            raise Misbehaved(RejectReason.TOO_LARGE, text)
+            raise _overrun(frame.stream_id, frame.length)
         return stream
+
+    def _message_arrived(self, stream_id: int, payload: memoryview) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        if not stream.data_announced(len(payload)):
+            raise _overrun(stream_id, len(payload))
+        stream.data_arrived(payload)
 
     def _open_arrived(self, stream_id: int) -> None:
         if stream_id == 0 or not self._is_inbound(stream_id) or stream_id in self._streams:
@@ -413,6 +438,11 @@ class YamuxConnection(IMuxedConn):
         for stream_id, stream in list(self._streams.items()):
             if stream.finished and now - self._finished_at.setdefault(stream_id, now) >= FINISHED_LINGER_S:
                 stream.reset_now("finished by us long ago, never by the peer")
+
+
+def _overrun(stream_id: int, length: int) -> Misbehaved:
+    text = f"frame of {length} bytes on stream {stream_id} overruns its window"
+    return Misbehaved(RejectReason.TOO_LARGE, text)
 
 
 class YamuxNegotiator(MuxerMultistream):

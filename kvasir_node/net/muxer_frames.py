@@ -15,6 +15,7 @@ from kvasir_node.base.errors import Misbehaved, RejectReason
 
 HEADER = struct.Struct("!BBHII")  # version, type, flags, stream id, length
 HEADER_BYTES = HEADER.size
+_DATA_HEADER = struct.Struct("!III")  # version, type and flags in one number
 INITIAL_WINDOW_BYTES = 256 * 1024  # of both directions of every stream, fixed by the specification
 WINDOW_BYTES_MAX = 2**32 - 1
 
@@ -76,6 +77,13 @@ class FrameReader:
         self._partial_header = bytearray()
         self._frame = Frame(0, 0, 0, 0)
         self._payload_left = 0
+
+    def whole_data_frame(self, chunk: bytes) -> int | None:
+        """The stream of a chunk that is exactly one data frame without flags, as each small message is; else None."""
+        if self._payload_left or self._partial_header or len(chunk) < HEADER_BYTES:
+            return None
+        kind, stream_id, length = _DATA_HEADER.unpack_from(chunk)
+        return stream_id if kind == 0 and length == len(chunk) - HEADER_BYTES else None
 
     def feed(self, chunk: bytes) -> Iterator[FramePart]:
         """All parts that the chunk completes. Raises Misbehaved for an unknown version or type."""

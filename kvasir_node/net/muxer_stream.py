@@ -23,6 +23,8 @@ from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, WINDOW_BYTES_MAX,
 
 SEND_QUEUE_BYTES = 256 * 1024  # a writer waits while its stream holds this much unsent
 READ_BYTES = 256 * 1024
+_AT_ONCE_BYTES = 60 * 1024  # a message this small goes in one frame, without being queued, if nothing else is
+GROWTH_S = 0.5e-3
 YIELD_BYTES = 256 * 1024  # a task that sends this much without waiting lets the others run ...
 YIELD_COST_BYTES = 4096  # ... and each of its sends counts as so much more
 _VIEW_BYTES_MIN = 4096  # smaller payloads are copied together, as are those that would pin much more than themselves
@@ -46,6 +48,8 @@ class StreamOwner(Protocol):
     def count_committed(self, change_bytes: int) -> None: ...
 
     def queue_control(self, frame: bytes, *, can_wait: bool = False) -> None: ...
+
+    def sent_now(self, frame: list[bytes | memoryview]) -> bool: ...
 
     def schedule(self, stream: YamuxStream) -> None: ...
 
@@ -143,8 +147,9 @@ class YamuxStream(IMuxedStream):
     def _give_back(self, count: int) -> None:
         """Returns window to the peer in quarters of it, and doubles it where that helps and there is room to spare.
 
-        It helps while a quarter is read in less than half a round trip, that is, up to twice bandwidth × delay.
-        More would only be queued in the sockets, and small calls of other streams would wait behind it.
+        It helps while a quarter is read in less than half a round trip, that is, up to twice bandwidth × delay, and
+        where that is next to nothing, up to what is read in 4 × GROWTH_S. More would only be queued in the sockets, and
+        small calls of other streams would wait behind it.
         """
         self._uncredited_bytes += count
         if self._remote_closed or self._failure is not None or self._uncredited_bytes < self._window_target // 4:
@@ -160,7 +165,7 @@ class YamuxStream(IMuxedStream):
 
     def _window_growth(self) -> int:
         last_at, self._given_back_at = self._given_back_at, self._owner.now()
-        if self._given_back_at - last_at > self._owner.min_rtt_s / 2:
+        if self._given_back_at - last_at > max(self._owner.min_rtt_s / 2, GROWTH_S):
             return 0
         wanted = min(self._window_target * 2, self._window_max) - self._window_target
         return max(0, min(wanted, self._owner.window_spare_bytes))
@@ -185,13 +190,16 @@ class YamuxStream(IMuxedStream):
         self._check_writable()
         if self._unsent_bytes >= SEND_QUEUE_BYTES:
             return False
-        before = self._unsent_bytes
-        for part in parts:
-            view = memoryview(part)
-            if view.nbytes:
-                self._unsent.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
-                self._unsent_bytes += view.nbytes
-        self._sent_without_pause_bytes += self._unsent_bytes - before + YIELD_COST_BYTES
+        views = [part if type(part) is bytes else memoryview(part).cast("B") for part in parts]
+        size = sum([len(view) for view in views])
+        self._sent_without_pause_bytes += size + YIELD_COST_BYTES
+        if 0 < size <= _AT_ONCE_BYTES and size <= self._send_window and not self._unsent_bytes:
+            self._send_window -= size
+            if self._owner.sent_now([pack_data(self.stream_id, size, is_last=False), *views]):
+                return True
+            self._send_window += size
+        self._unsent += [memoryview(view) for view in views if len(view)]
+        self._unsent_bytes += size
         self._schedule_if_sendable()
         return True
 

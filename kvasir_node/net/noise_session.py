@@ -11,6 +11,7 @@ whatever is complete in it, and sends all messages of one write at once, without
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from kvasir_node.net.raw_link import Buffer, RawLink, link_of, size_of
 RECEIVE_BYTES = 256 * 1024
 PLAINTEXT_BYTES_MAX = 65_535 - 16  # one message, without its authentication tag
 _CIPHERTEXT_BYTES_MIN = 16
+_NONCE = struct.Struct("<4xQ")  # Noise specification revision 34, section 12: 32 zero bits, then the counter
 _MESSAGE_BYTES_MAX = 2 + 65_535
 _DIRECT_BYTES = 32 * 1024  # a part this large is sealed where it lies; smaller ones are joined into one message
 
@@ -100,6 +102,7 @@ class NoiseSession(BaseSession):
         # Untouched pages of it cost nothing: a connection with small messages uses only the first few.
         self._buffer = memoryview(bytearray(RECEIVE_BYTES + _MESSAGE_BYTES_MAX))
         self._start = self._end = 0  # of what was received and not decrypted
+        self._sends_now = self._link.sends_now
         self._keep(connection.take_buffered())
         self._plaintext: list[bytes] = []
         self._unsent: list[Buffer] = []  # sealed, and not taken by the connection
@@ -156,7 +159,7 @@ class NoiseSession(BaseSession):
         if len(message) < _CIPHERTEXT_BYTES_MIN:
             raise Misbehaved(RejectReason.BAD_FRAME, f"a noise message of {len(message)} bytes cannot hold its tag")
         try:
-            chunk = self._decrypt.decrypt(_nonce(self._receive_nonce), message, None)
+            chunk = self._decrypt.decrypt(_NONCE.pack(self._receive_nonce), message, None)
         except InvalidTag as error:
             text = f"noise message {self._receive_nonce} from {self.remote_peer} does not authenticate"
             raise Misbehaved(RejectReason.BAD_FRAME, text) from error
@@ -168,7 +171,7 @@ class NoiseSession(BaseSession):
     @property
     def can_write_now(self) -> bool:
         """Whether `write_now` makes sense: the connection can take bytes without waiting, and none wait to be sent."""
-        return self._link.sends_now and not self._unsent
+        return self._sends_now and not self._unsent
 
     @property
     def has_unsent(self) -> bool:
@@ -197,6 +200,9 @@ class NoiseSession(BaseSession):
     def _seal(self, parts: Sequence[Buffer]) -> list[Buffer]:
         """Noise messages, each as its length and its body. Small parts share messages, large ones are not copied."""
         sealed: list[Buffer] = []
+        if sum([len(part) for part in parts]) <= _DIRECT_BYTES:
+            self._seal_message(b"".join(parts), sealed)
+            return sealed
         small: list[Buffer] = []
         small_bytes = 0
         for part in parts:
@@ -218,7 +224,7 @@ class NoiseSession(BaseSession):
         return sealed
 
     def _seal_message(self, plaintext: Buffer, sealed: list[Buffer]) -> None:
-        message = self._encrypt.encrypt(_nonce(self._send_nonce), plaintext, None)
+        message = self._encrypt.encrypt(_NONCE.pack(self._send_nonce), plaintext, None)
         self._send_nonce += 1
         sealed.append(len(message).to_bytes(2, "big"))
         sealed.append(message)
@@ -266,8 +272,3 @@ class BufferedNoise(StockNoise):
 
 def _session(stock: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
     return NoiseSession(cast("SecureSession", stock), buffered)
-
-
-def _nonce(counter: int) -> bytes:
-    """Noise specification revision 34, section 12: 32 zero bits, then the counter, little-endian."""
-    return b"\0\0\0\0" + counter.to_bytes(8, "little")

@@ -7,7 +7,7 @@ only waits.
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import trio
@@ -84,32 +84,31 @@ class TcpStream(ReadWriteCloser):
     async def send_all(self, parts: list[Buffer]) -> None:
         rest = self.send_now(parts)
         while rest:
-            await self._wait(trio.lowlevel.wait_writable)
+            try:
+                await trio.lowlevel.wait_writable(self._socket.fileno())
+            except (trio.ClosedResourceError, OSError) as error:
+                raise ConnectionClosedError("the connection was closed by us") from error
             rest = self.send_now(rest)
 
     async def receive_into(self, buffer: memoryview) -> int:
+        if self._socket.fileno() < 0:
+            raise ConnectionClosedError("the connection was closed by us")
         if not self._is_drained:
             await trio.lowlevel.checkpoint()  # else a fast peer would keep every other task from running
         while True:
-            if self._is_drained:
-                await self._wait(trio.lowlevel.wait_readable)
             try:
+                if self._is_drained:
+                    await trio.lowlevel.wait_readable(self._socket.fileno())
                 count = self._socket.recv_into(buffer)
             except BlockingIOError:
                 self._is_drained = True
                 continue
+            except trio.ClosedResourceError as error:
+                raise ConnectionClosedError("the connection was closed by us") from error
             except OSError as error:
                 raise ConnectionClosedError(f"the connection broke: {error.strerror or error}") from error
             self._is_drained = count < len(buffer)
             return count
-
-    async def _wait(self, until_possible: Callable[[int], Awaitable[None]]) -> None:
-        if self._socket.fileno() < 0:
-            raise ConnectionClosedError("the connection was closed by us")
-        try:
-            await until_possible(self._socket.fileno())
-        except trio.ClosedResourceError as error:
-            raise ConnectionClosedError("the connection was closed by us") from error
 
     # --- the shape that libp2p's handshake expects ---
 

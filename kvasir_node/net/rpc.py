@@ -93,7 +93,9 @@ class CallStream:
         self._serving: dict[int, _ServedCall] = {}
         self._tasks = 0  # serving, or cancelled and not over yet
         self._unserved: deque[_ServedCall] = deque()
-        self._idle_servers = 0  # tasks that wait for the next call: waking one costs less than starting one
+        self._idle_servers: list[
+            trio.lowlevel.Task
+        ] = []  # tasks that wait for the next call: waking one costs less than starting one
         self._outbox: deque[Sequence[Part]] = deque()
         self._outbox_max = 4 * in_flight_max + OUTBOX_SPARE_FRAMES
         self._misbehaviour: Misbehaved | None = None
@@ -101,7 +103,6 @@ class CallStream:
         self._is_writing = False
         self._writer_lot = trio.lowlevel.ParkingLot()
         self._room_lot = trio.lowlevel.ParkingLot()
-        self._server_lot = trio.lowlevel.ParkingLot()
         self._deadline_lot = trio.lowlevel.ParkingLot()
 
     @property
@@ -182,7 +183,8 @@ class CallStream:
         pending, self._pending = self._pending, {}
         self._deadlines.clear()
         self._deadline_lot.unpark_all()
-        self._server_lot.unpark_all()
+        while self._idle_servers:
+            trio.lowlevel.reschedule(self._idle_servers.pop())
         for deliver in pending.values():
             deliver(self._cut_off(reason))
 
@@ -282,15 +284,12 @@ class CallStream:
 
     def _queue(self, kind: Kind, method: int, call_id: int, parts: Sequence[Part], size_bytes: int) -> None:
         frame = (pack_header(kind, method, call_id, size_bytes), *parts)
-        if self._is_alone and self._written_now(frame):
+        # With other calls under way a frame waits for theirs, and all go together; alone it goes at once.
+        alone = len(self._pending) <= 1 and not self._serving and not self._outbox and not self._is_writing
+        if alone and self._written_now(frame):
             return
         self._outbox.append(frame)
         self._writer_lot.unpark_all()
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a frame goes at once. With other calls under way it waits for theirs, and all go together."""
-        return len(self._pending) <= 1 and not self._serving and not self._outbox and not self._is_writing
 
     def _written_now(self, frame: Sequence[Part]) -> bool:
         try:
@@ -350,8 +349,7 @@ class CallStream:
             self._tasks += 1
             self._unserved.append(served)
             if self._idle_servers:
-                self._idle_servers -= 1
-                self._server_lot.unpark()
+                trio.lowlevel.reschedule(self._idle_servers.pop())
             else:
                 nursery.start_soon(self._serve_calls, self._handler)
 
@@ -364,8 +362,17 @@ class CallStream:
                 elif self.end_reason is not None:
                     break
                 else:
-                    self._idle_servers += 1
-                    await self._server_lot.park()
+                    await self._wait_for_call()
+
+    async def _wait_for_call(self) -> None:
+        task = trio.lowlevel.current_task()
+        self._idle_servers.append(task)
+
+        def abort(raise_cancel: object) -> trio.lowlevel.Abort:
+            self._idle_servers.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
 
     async def _serve(self, handler: CallHandler, served: _ServedCall, scope: trio.CancelScope) -> None:
         served.scope = scope

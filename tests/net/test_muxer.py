@@ -1,3 +1,4 @@
+import itertools
 import random
 import resource
 from dataclasses import replace
@@ -19,6 +20,7 @@ from kvasir_node.net.muxer import (
     YamuxConnection,
 )
 from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, Flag, FrameType, pack
+from kvasir_node.net.muxer_stream import GROWTH_S
 
 MIB = 1024 * 1024
 QUIET = replace(LOOPBACK, keepalive_interval_s=1e6, keepalive_timeout_s=1e6)
@@ -262,6 +264,8 @@ async def test_a_window_stays_small_where_a_larger_one_would_only_queue():
         ours, theirs = await stream_pair(left, right)
         await trio.testing.wait_all_tasks_blocked()
         right.min_rtt_s = 0.0
+        times = itertools.count(trio.current_time(), 2 * GROWTH_S)
+        right.now = lambda: next(times)  # each quarter of a window takes so long to be read
         nursery.start_soon(ours.send, bytes(4 * MIB))
         await receive_exactly(theirs, 4 * MIB)
         assert right.buffered_bytes <= INITIAL_WINDOW_BYTES

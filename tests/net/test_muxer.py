@@ -264,7 +264,7 @@ async def test_a_window_stays_small_where_a_larger_one_would_only_queue():
         ours, theirs = await stream_pair(left, right)
         await trio.testing.wait_all_tasks_blocked()
         right.min_rtt_s = 0.0
-        times = itertools.count(trio.current_time(), 2 * GROWTH_S)
+        times = itertools.count(trio.current_time() + 1, 2 * GROWTH_S)
         right.now = lambda: next(times)  # each quarter of a window takes so long to be read
         nursery.start_soon(ours.send, bytes(4 * MIB))
         await receive_exactly(theirs, 4 * MIB)

@@ -81,7 +81,9 @@ class Crew:
         address_of: Callable[[PeerId], str],
         body_bytes_max: int,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._settings = settings
         self._model = model
         self._slices = slices
@@ -150,7 +152,7 @@ class Crew:
 
     def _keeps_off(self, peer: PeerId, pairs: int) -> bool:
         """Whether a size of call that was too slow for a peer is still kept from it."""
-        key, now = (peer, pairs.bit_length()), time.monotonic()
+        key, now = (peer, pairs.bit_length()), self._clock()
         if len(self._slow_since) >= COUNTS_MAX:
             self._slow_since.clear()
         if now - self._slow_since.setdefault(key, now) < SLOW_FORGET_S:
@@ -209,6 +211,9 @@ class Crew:
         call.done.set()
 
     def _report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool) -> None:
+        if call.abandoned and call.stream is None:
+            logger.debug("this node was too slow to send a call to %s before its deadline", call.peer)
+            return
         counts = self._count(call.peer)
         counts.calls += 1
         parts = {self._slice_at[call.request.layer, index] for index in set(call.request.pair_expert.tolist())}
@@ -336,6 +341,8 @@ class Crew:
         try:
             with member.scope:
                 await member.calls.run()
+            if member.scope.cancelled_caught:  # by `_lose`; raising resets the stream, so that nothing waits for it
+                raise Unreachable(f"worker {member.peer} connected again")
             reason, is_fault = member.calls.end_reason or "the connection ended", True
         except Misbehaved as error:
             reason, is_fault, wrong = str(error), True, True

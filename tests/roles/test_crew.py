@@ -1,0 +1,537 @@
+"""A real crew, real call streams, scripted workers, a virtual clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+import trio
+from fanout_fakes import (
+    EXPERTS,
+    LAYERS,
+    MODEL,
+    SLICES,
+    Loop,
+    ScriptedWorker,
+    make_checkpoint,
+    make_own,
+    open_loop,
+    random_rows,
+)
+
+from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overloaded, Unreachable, UsageError
+from kvasir_node.base.ids import ModelId, SliceId, cid_of
+from kvasir_node.net.memory_net import open_memory_network
+from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
+from kvasir_node.roles.trials import TrialScope, trial_request
+from kvasir_node.wire.messages import ExpertsMethod
+from kvasir_node.wire.tensors import answer_parts
+
+FIRST, SECOND, OTHER_LAYER = SliceId(0, 0, 3), SliceId(0, 4, 7), SliceId(1, 0, 3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture
+async def network():
+    async with open_memory_network() as network:
+        yield network
+
+
+@pytest.fixture
+async def loop(network, checkpoint):
+    async with open_loop(network, make_own(checkpoint)) as loop:
+        loop.crew.trials.set_scope(TrialScope.ALL)
+        yield loop
+
+
+@pytest.fixture
+async def worker(loop, network, nursery):
+    return await join(loop, network, nursery)
+
+
+async def join(loop: Loop, network, nursery, name="worker", compute=None) -> ScriptedWorker:
+    worker = ScriptedWorker(loop, network.transport(name), compute)
+    await nursery.start(worker.run)
+    return worker
+
+
+async def prove(loop: Loop, worker: ScriptedWorker, *slices: SliceId) -> None:
+    await worker.attach(*slices)
+    for seed in range(20):
+        await loop.forward(seed)
+    assert all(loop.standing(worker.peer, part) == "proven" for part in slices)
+
+
+def seen(loop: Loop):
+    (view,) = loop.crew.snapshot()
+    return view
+
+
+# Coming ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_attached_worker_is_new_and_hears_so(autojump_clock, loop, worker):
+    await worker.attach(FIRST, SECOND)
+    await trio.sleep(0.1)
+    assert worker.told == [(FIRST, "new"), (SECOND, "new")]
+    assert loop.crew.ledger.proven() == ()
+    assert seen(loop).slices == ("0:0-3", "0:4-7")
+    assert loop.trial_layers == {0}
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [(ModelId(cid_of(b"another model")), FIRST), (MODEL, SliceId(0, 0, 2)), (MODEL, SliceId(9, 0, 3))],
+)
+async def test_what_this_coordinator_does_not_serve_is_refused_and_the_worker_may_go_on(
+    autojump_clock, loop, worker, model, part
+):
+    with pytest.raises(Misbehaved, match="does not serve"):
+        await worker.say(ExpertsMethod.ATTACH, part, model=model)
+    assert loop.crew.snapshot() == ()
+    await prove(loop, worker, FIRST)
+
+
+async def test_a_worker_may_call_nothing_else(autojump_clock, loop, worker):
+    with pytest.raises(Misbehaved, match="may not call"):
+        await worker.say(ExpertsMethod.COMPUTE)
+
+
+# Trials ---------------------------------------------------------------------------------------------------------
+
+
+async def test_law_3_a_worker_is_proven_by_a_trial_on_real_rows_and_by_nothing_else(autojump_clock, loop, worker):
+    await worker.attach(FIRST)
+    await trio.sleep(5)
+    assert loop.standing(worker.peer, FIRST) == "new"
+    await loop.forward()
+    assert loop.standing(worker.peer, FIRST) == "proven"
+    assert [state for _, state in worker.told] == ["new", "trial", "proven"]
+    assert loop.changed[-1] == {0}
+    (request,) = worker.requests
+    assert set(request.pair_expert.tolist()) <= {0, 1, 2, 3}
+    assert loop.crew.trials.pairs == request.pair_row.shape[0] > 0
+    await loop.forward()
+    assert len(worker.requests) == 1
+
+
+async def test_one_trial_at_a_time_so_that_a_silent_worker_costs_one_deadline_and_not_one_per_slice(
+    autojump_clock, loop, worker
+):
+    worker.silent = True
+    await worker.attach(*SLICES)
+    for seed in range(5):
+        await loop.forward(seed)
+    assert len(worker.requests) == 1
+    assert worker.answering == 1
+    await trio.sleep(3)
+    assert worker.answering == 0  # the call was taken back
+    assert {loop.standing(worker.peer, part) for part in SLICES} == {"suspect"}
+    assert seen(loop).failures == 1
+    assert "did not answer" in seen(loop).reason
+    await loop.forward()
+    assert len(worker.requests) == 1  # cooling off
+
+
+@pytest.mark.parametrize("lie", [lambda s: s + 0.01 * s.abs().max(), lambda s: s * float("nan"), lambda s: s[:1]])
+async def test_law_3_a_wrong_result_proves_nothing_and_enough_of_them_ban(autojump_clock, loop, network, nursery, lie):
+    liar = await join(
+        loop, network, nursery, compute=lambda request: answer_parts(lie(loop.own.sums(request)).contiguous())
+    )
+    await liar.attach(FIRST)
+    for seed in range(400):
+        await loop.forward(seed)
+        await trio.sleep(1)
+        assert loop.crew.ledger.proven() == ()
+    assert loop.standing(liar.peer, FIRST) == "banned"
+    assert len(liar.requests) == 5
+    assert seen(loop).state == "banned"
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), UsageError("no"), Unreachable("gone"), DataError("bad disk")])
+async def test_law_8_who_is_full_or_refuses_is_not_to_blame_and_who_breaks_is(
+    autojump_clock, loop, network, nursery, error
+):
+    def compute(request):
+        raise error
+
+    worker = await join(loop, network, nursery, compute=compute)
+    await worker.attach(FIRST)
+    await loop.forward()
+    is_fault = isinstance(error, (Unreachable, DataError))
+    assert loop.standing(worker.peer, FIRST) == ("suspect" if is_fault else "new")
+    assert seen(loop).failures == int(is_fault)
+
+
+async def test_law_8_a_trial_that_cannot_be_checked_here_is_nobodys_fault(
+    autojump_clock, loop, network, nursery, checkpoint, tmp_path
+):
+    own = make_own(make_checkpoint(tmp_path), lambda index: False)
+    (tmp_path / "experts.safetensors").unlink()
+    loop.crew.trials._own_sums = own.sums
+    worker = await join(loop, network, nursery)
+    await worker.attach(FIRST)
+    await loop.forward()
+    assert len(worker.requests) == 1
+    assert loop.standing(worker.peer, FIRST) == "new"
+    assert seen(loop).failures == 0
+
+
+async def test_law_2_no_trial_begins_once_it_is_calm_not_even_on_rows_that_were_offered_before(
+    autojump_clock, loop, worker
+):
+    await worker.attach(FIRST)
+    rows, chosen, weights = random_rows(0, 8)
+    loop.crew.offer_trial(0, rows, chosen, weights)
+    loop.crew.trials.set_scope(TrialScope.NONE)
+    await trio.sleep(1)
+    assert loop.trial_layers == frozenset()
+    assert worker.requests == []
+    loop.crew.trials.set_scope(TrialScope.ALL)
+    await loop.forward()
+    assert len(worker.requests) == 1
+
+
+async def test_law_2_while_calm_a_trial_takes_only_rows_of_experts_that_are_not_held_here(
+    autojump_clock, network, nursery, checkpoint
+):
+    own = make_own(checkpoint, lambda index: index % 2 == 0 or index >= 4)
+    async with open_loop(network, own) as loop:
+        loop.crew.trials.set_scope(TrialScope.ALL)
+        worker = await join(loop, network, nursery)
+        await worker.attach(FIRST, SECOND)
+        rows, chosen, weights = random_rows(0, 16)
+        loop.crew.offer_trial(0, rows, chosen, weights)  # with rows of held experts ...
+        loop.crew.trials.set_scope(TrialScope.MISSING)  # ... and then it became calm
+        await trio.sleep(0.5)
+        assert worker.requests == []
+        for seed in range(10):
+            await loop.forward(seed)
+        assert {index for request in worker.requests for index in request.pair_expert.tolist()} <= {1, 3}
+        assert (loop.standing(worker.peer, FIRST), loop.standing(worker.peer, SECOND)) == ("proven", "new")
+
+
+async def test_a_slice_whose_experts_nobody_uses_does_not_keep_others_of_its_layer_from_their_trial(
+    autojump_clock, loop, worker
+):
+    await worker.attach(FIRST, SECOND)
+    rows, chosen, weights = random_rows(0, 8)
+    for _ in range(3):
+        loop.crew.offer_trial(0, rows, chosen % 4 + 4, weights)
+        await trio.sleep(0.1)
+    assert loop.standing(worker.peer, SECOND) == "proven"
+    assert loop.standing(worker.peer, FIRST) == "new"
+
+
+async def test_law_3_a_right_answer_after_the_worker_left_proves_nothing(autojump_clock, loop, worker):
+    sums = loop.own.sums
+
+    def leave_first(request):
+        member = loop.crew._members[worker.peer]
+        loop.crew._lose(member, "gone", is_fault=False)
+        return sums(request)
+
+    loop.crew.trials._own_sums = leave_first
+    await worker.attach(FIRST)
+    await loop.forward()
+    assert loop.crew.ledger.proven() == ()
+    assert loop.standing(worker.peer, FIRST) != "proven"
+
+
+async def test_attaching_again_every_second_buys_no_trial(autojump_clock, loop, network, nursery):
+    liar = await join(loop, network, nursery, compute=lambda request: answer_parts(loop.own.sums(request) + 1.0))
+    for second in range(20):
+        await nursery.start(liar.run) if liar.stopped.is_set() else None
+        await liar.attach(FIRST)
+        await loop.forward(second)
+        await trio.sleep(0.8)
+        assert liar.calls is not None
+        await liar.calls.stream.reset()
+        await liar.stopped.wait()
+    # 18 s with pauses of 5, 10, 20 s between trials: at 0, 5 and 15 s
+    assert len(liar.requests) == 3
+    assert loop.crew.ledger.proven() == ()
+
+
+async def test_law_7_a_hundred_identities_of_one_address_buy_no_more_trials_than_the_cap(
+    autojump_clock, loop, network, nursery
+):
+    liars = []
+    for number in range(100):
+        liar = await join(
+            loop, network, nursery, f"liar-{number}", lambda request: answer_parts(loop.own.sums(request) + 1.0)
+        )
+        loop.addresses[liar.peer] = "/ip4/192.0.2.1"
+        await liar.attach(FIRST)
+        liars.append(liar)
+    for seed in range(100):
+        await loop.forward(seed)
+    assert sum(len(liar.requests) for liar in liars) == 8
+    honest = await join(loop, network, nursery, "honest")
+    await prove(loop, honest, FIRST)
+    assert len(loop.crew.snapshot()) == 101
+
+
+def test_a_trial_takes_the_first_rows_that_use_its_experts_and_no_more_than_allowed():
+    rows, chosen, weights = random_rows(1, 40, 2)
+    experts = torch.tensor([False, False, True, True])
+    request = trial_request(2, experts, rows, chosen, weights, rows_max=5)
+    assert request is not None
+    uses = ((chosen == 2) | (chosen == 3)).any(1).nonzero().reshape(-1)[:5]
+    torch.testing.assert_close(request.rows, rows[uses])
+    assert request.rows.data_ptr() != rows.data_ptr()
+    assert set(request.pair_expert.tolist()) <= {2, 3}
+    assert request.layer == 2
+    assert trial_request(2, torch.tensor([True]), rows, chosen.clamp_min(1), weights, rows_max=5) is None
+
+
+# Calls ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_is_answered_measured_and_counted(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST)
+    call = loop.call(worker.peer, FIRST)
+    await trio.sleep(0.1)
+    assert call.done.is_set()
+    assert call.answer is not None
+    loop.crew.report(call, None)
+    await trio.sleep(0.1)
+    view = seen(loop)
+    assert (view.calls, view.rows, view.failures, view.state) == (1, 4, 0, "proven")
+    assert view.rtt_ms is not None
+
+
+async def test_a_call_to_nobody_fails_at_once(autojump_clock, loop):
+    call = loop.call(loop.transport.peer_id, FIRST)
+    await trio.sleep(0.01)
+    assert isinstance(call.error, Unreachable)
+    assert call.done.is_set()
+    loop.crew.report(call, call.error)
+    await trio.sleep(0.01)
+    assert loop.crew.snapshot() == ()
+
+
+async def late(loop: Loop, call) -> None:
+    await trio.sleep(0.05)
+    call.abandoned = True
+    loop.crew.report(call, CallTimeout("no answer within 50 ms"))
+
+
+async def test_law_5_silence_is_one_failure_of_all_slices_and_the_call_is_taken_back(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST, OTHER_LAYER)
+    worker.silent = True
+    await late(loop, loop.call(worker.peer, FIRST))
+    await trio.sleep(0.1)
+    assert {loop.standing(worker.peer, part) for part in (FIRST, OTHER_LAYER)} == {"suspect"}
+    assert loop.changed[-1] == {0, 1}
+    assert (seen(loop).failures, worker.answering) == (1, 1)
+    await trio.sleep(2.1)
+    assert worker.answering == 0
+    assert loop.crew._members[worker.peer].calls.in_flight == 0
+
+
+async def test_law_8_a_call_that_we_were_too_slow_to_send_is_nobodys_fault(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST)
+    call = loop.call(worker.peer, FIRST)
+    call.abandoned = True  # before the loop came to it
+    loop.crew.report(call, CallTimeout("no answer within 50 ms"))
+    await trio.sleep(0.1)
+    assert (seen(loop).failures, loop.standing(worker.peer, FIRST)) == (0, "proven")
+    assert len(worker.requests) == 1
+
+
+async def test_a_late_answer_makes_the_next_deadline_longer(autojump_clock, loop, worker, network):
+    await prove(loop, worker, FIRST)
+    for seed in range(20):
+        loop.crew.report(loop.call(worker.peer, FIRST, seed), None)
+        await trio.sleep(0.1)
+    before = loop.crew.deadline_s(worker.peer, 4, 0.0)
+    assert before == 0.05  # the floor
+    release = trio.Event()
+    answers = worker._handle
+
+    async def slow(method, body):
+        await release.wait()
+        return await answers(method, body)
+
+    worker.calls._handler = slow
+    await late(loop, loop.call(worker.peer, FIRST))
+    await trio.sleep(1.5)
+    release.set()
+    await trio.sleep(0.1)
+    after = loop.crew.deadline_s(worker.peer, 4, 0.0)
+    assert after is not None
+    assert after > 1.0
+
+
+async def test_law_5_a_call_that_is_expected_to_be_late_is_not_made_and_is_tried_again_later(
+    autojump_clock, loop, worker
+):
+    await prove(loop, worker, FIRST)
+    crew = loop.crew
+    assert crew.deadline_s(worker.peer, 1000, 0.0) == 2.0  # nothing like it is known: the ceiling
+    crew._times.observe(worker.peer, 1000, 3.0)
+    assert crew.deadline_s(worker.peer, 1000, 0.0) is None
+    assert crew.deadline_s(worker.peer, 4000, 0.0) is None  # as many pairs take longer
+    assert crew.deadline_s(worker.peer, 4, 0.0) is not None
+    assert crew.deadline_s(worker.peer, 1000, 2.0) == 4.0  # ... unless we would need long ourselves
+    assert crew.deadline_s(loop.transport.peer_id, 100_000, 1e9) == 2.0 * (1 + MORE_TIME_MAX)  # never without bound
+    loop.now_s += SLOW_FORGET_S
+    assert crew.deadline_s(worker.peer, 1000, 0.0) == 2.0
+
+
+async def test_law_8_a_worker_that_is_full_keeps_its_proof_and_one_that_only_refuses_gets_a_pause(
+    autojump_clock, loop, worker
+):
+    await prove(loop, worker, FIRST)
+    for number in range(REFUSALS_MAX):
+        assert loop.standing(worker.peer, FIRST) == "proven"
+        assert seen(loop).failures == 0
+        loop.crew.report(loop.call(worker.peer, FIRST, number), Overloaded("full"))
+        await trio.sleep(0.1)
+    assert loop.standing(worker.peer, FIRST) == "suspect"
+    assert "refused" in seen(loop).reason
+
+
+async def test_an_answer_between_refusals_begins_their_count_anew(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST)
+    for number in range(3 * REFUSALS_MAX):
+        error = None if number % REFUSALS_MAX == REFUSALS_MAX - 1 else Overloaded("full")
+        loop.crew.report(loop.call(worker.peer, FIRST, number), error)
+        await trio.sleep(0.1)
+    assert loop.standing(worker.peer, FIRST) == "proven"
+
+
+async def test_a_wrong_answer_costs_the_slice_that_gave_it_and_not_the_others(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST, SECOND)
+    call = loop.call(worker.peer, SECOND)
+    await trio.sleep(0.1)
+    loop.crew.report(call, Misbehaved("bad_result", "differs"), wrong=True)
+    await trio.sleep(0.1)
+    assert (loop.standing(worker.peer, FIRST), loop.standing(worker.peer, SECOND)) == ("proven", "suspect")
+
+
+async def test_law_7_a_worker_that_fails_at_the_rate_of_tokens_does_not_fill_the_log(
+    autojump_clock, loop, worker, caplog
+):
+    await prove(loop, worker, FIRST)
+    with caplog.at_level(logging.WARNING):
+        for number in range(200):
+            loop.crew.report(loop.call(worker.peer, FIRST, number), Overloaded("full"))
+            await trio.sleep(0.01)
+    assert len(caplog.records) <= 2
+
+
+# Going ----------------------------------------------------------------------------------------------------------
+
+
+async def test_law_8_leaving_in_good_order_is_no_fault_even_when_the_connection_ends_at_once(
+    autojump_clock, loop, worker
+):
+    await prove(loop, worker, FIRST, SECOND)
+    loop.changed.clear()
+    await worker.say(ExpertsMethod.DETACH, FIRST, SECOND)
+    assert loop.crew.ledger.proven() == ()
+    assert loop.changed[0] == {0}  # before the answer: nothing more is sent
+    call = loop.call(worker.peer, FIRST)  # what was on its way is still answered
+    await trio.sleep(0.1)
+    assert call.answer is not None
+    await worker.calls.stream.reset()
+    await trio.sleep(0.1)
+    assert seen(loop).failures == 0
+    assert loop.standing(worker.peer, FIRST) == "proven"  # it may come back
+
+
+async def test_law_8_leaving_without_a_word_is_one_fault_however_many_calls_it_cuts_off(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST, SECOND)
+    worker.silent = True
+    calls = [loop.call(worker.peer, part) for part in (FIRST, SECOND, FIRST, SECOND)]
+    await trio.sleep(0.1)
+    await worker.calls.stream.reset()
+    await trio.sleep(0.1)
+    for call in calls:
+        assert isinstance(call.error, Unreachable)
+        loop.crew.report(call, call.error)
+    await trio.sleep(0.1)
+    view = seen(loop)
+    assert (view.failures, view.state) == (1, "suspect")
+    assert {each.failures for each in loop.crew.ledger.pairs()} == {1}
+    assert "left without draining" in view.reason
+
+
+async def test_a_worker_that_sends_garbage_is_blamed_for_a_wrong_answer(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST)
+    await worker.calls.stream.write(b"\xff" * 64)
+    await worker.stopped.wait()
+    await trio.sleep(0.1)
+    assert loop.standing(worker.peer, FIRST) == "suspect"
+    assert next(iter(loop.crew.ledger._records.values())).wrong == 1
+
+
+async def test_a_worker_that_connects_again_replaces_itself_and_nothing_is_sent_into_the_old_stream(
+    autojump_clock, loop, worker, nursery
+):
+    await prove(loop, worker, FIRST)
+    worker.silent = True
+    old_calls, old_stopped = worker.calls, worker.stopped
+    call = loop.call(worker.peer, FIRST)
+    await trio.sleep(0.1)
+    await nursery.start(worker.run)
+    await trio.sleep(0.1)
+    assert isinstance(call.error, Unreachable)  # not at its deadline: at once
+    await old_stopped.wait()
+    assert old_calls.end_reason is not None
+    assert loop.standing(worker.peer, FIRST) == "suspect"
+    worker.silent = False
+    await trio.sleep(6)
+    await prove(loop, worker, FIRST)
+    assert len(loop.crew.members()) == 1
+    assert loop.call(worker.peer, FIRST).peer == worker.peer
+    await trio.sleep(0.1)
+    assert worker.requests[-1].layer == 0
+
+
+async def test_law_8_a_coordinator_that_stops_blames_nobody(autojump_clock, network, checkpoint, nursery):
+    async with open_loop(network, make_own(checkpoint)) as loop:
+        loop.crew.trials.set_scope(TrialScope.ALL)
+        worker = await join(loop, network, nursery)
+        await prove(loop, worker, FIRST)
+        network.kill(loop.transport.peer_id)
+        await trio.sleep(1)
+        assert loop.standing(worker.peer, FIRST) == "proven"
+        assert Counter(view.failures for view in loop.crew.snapshot()) == {0: 1}
+
+
+async def test_notes_of_a_step_that_outlives_the_crew_do_no_harm(autojump_clock, network, checkpoint, nursery):
+    async with open_loop(network, make_own(checkpoint)) as loop:
+        loop.crew.trials.set_scope(TrialScope.ALL)
+        worker = await join(loop, network, nursery)
+        await prove(loop, worker, FIRST)
+        await worker.attach(SECOND)
+    call = loop.call(worker.peer, FIRST)
+    await trio.sleep(0.1)
+    assert call.done.is_set()
+    await late(loop, call)
+    await loop.forward()
+    assert loop.standing(worker.peer, FIRST) == "suspect"
+
+
+async def test_law_7_tables_do_not_grow_with_workers_that_come_and_go(autojump_clock, loop, network, nursery):
+    for number in range(30):
+        worker = await join(loop, network, nursery, f"worker-{number}")
+        await prove(loop, worker, FIRST)
+        await worker.say(ExpertsMethod.DETACH, FIRST)
+        await worker.calls.stream.reset()
+        await worker.stopped.wait()
+    await trio.sleep(0.1)
+    crew = loop.crew
+    assert len(crew.members()) == len(crew._times._estimates) == len(crew._slow_since) == 0
+    assert loop.trial_layers == frozenset()
+    assert len(crew._nursery.child_tasks) == 0
+    assert len(crew.trials._masks) <= len(LAYERS) * EXPERTS

@@ -109,7 +109,7 @@ async def test_law_3_only_proven_workers_carry_load_so_a_liar_touches_no_token(t
 
 
 async def test_a_liar_that_behaved_in_its_trial_is_caught_by_the_sample_before_its_answer_is_used(tmp_path):
-    async with open_swarm(tmp_path, fanout__spot_check_ratio=1.0) as swarm:
+    async with open_swarm(tmp_path, fanout__spot_check_ratio=1.0, fanout__cool_off_s=20.0) as swarm:
         main = swarm.main
         expected = await solo(main)
         await swarm.add("worker", Faults(compute=NoisyCompute(0.05, honest_calls=12)), **WORKER)

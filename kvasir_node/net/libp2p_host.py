@@ -76,6 +76,9 @@ class Libp2pStream:
     def protocol(self) -> str:
         return self._protocol
 
+    def give_way(self) -> None:
+        self._muxed.yields = True
+
     async def read(self, max_bytes: int = 262_144) -> bytes | memoryview:
         chunk = await self._muxed.receive(max_bytes)
         return memoryview(chunk) if isinstance(chunk, bytearray) else chunk

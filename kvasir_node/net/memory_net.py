@@ -116,6 +116,9 @@ class MemoryStream:
         pipe.changed.unpark_all()
         return data
 
+    def give_way(self) -> None:
+        """Nothing here: streams of this network do not wait for each other's bytes, only for the link's."""
+
     async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
         while chunk := await self.read():
             deliver(chunk)

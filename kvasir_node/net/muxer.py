@@ -46,7 +46,9 @@ from kvasir_node.net.noise_session import PLAINTEXT_BYTES_MAX, NoiseSession
 
 YAMUX_PROTOCOL = "/yamux/1.0.0"
 FRAME_PAYLOAD_BYTES = 2 * PLAINTEXT_BYTES_MAX  # a full frame fills two noise messages exactly, after its header's own
-BATCH_BYTES = 256 * 1024  # sealed and sent together; what a small call can be kept waiting by
+BATCH_BYTES_MIN = 64 * 1024  # sealed and sent together, where the connection is slower than we are ...
+BATCH_BYTES_MAX = 256 * 1024  # ... and where it takes all at once: what a small call can be kept waiting by
+LEAST_BYTES = 16 * 1024  # of each batch, for streams that others go before
 CONTROL_FRAMES_MAX = 4096  # unsent answers to the peer; more means it asks and never reads
 CLOSE_FLUSH_S = 0.5  # how long a closing connection tries to send what it still holds
 FIRST_PINGS, FIRST_PINGS_INTERVAL_S = 4, 0.05  # a connection's very first round trip measures its set-up
@@ -76,7 +78,8 @@ class YamuxConnection(IMuxedConn):
         self._committed_bytes = 0  # granted to the peer or received and not yet read, over all streams
         self._accepted_in, self._accepted_out = trio.open_memory_channel[YamuxStream](self._settings.streams_max)
         self._control: list[bytes] = []
-        self._round: deque[YamuxStream] = deque()
+        self._lanes: tuple[deque[YamuxStream], ...] = (deque(), deque(), deque())  # by Lane: the first goes first
+        self._batch_bytes = BATCH_BYTES_MAX
         self._closing = False
         self._is_running = False  # the writer task has begun
         self._is_writing = False  # the writer task waits for the connection to take what is sealed
@@ -265,12 +268,17 @@ class YamuxConnection(IMuxedConn):
                 self._pump()
 
     def schedule(self, stream: YamuxStream) -> None:
-        self._round.append(stream)
+        self._lanes[stream.lane].append(stream)
         self._pump()
+
+    @property
+    def _has_frames(self) -> bool:
+        quick, plain, yielding = self._lanes
+        return bool(quick or plain or yielding)
 
     def sent_now(self, frame: list[bytes | memoryview]) -> bool:
         """Sends one data frame at once; False, and nothing is done, when anything else is or waits to be sent."""
-        if self._round or self._is_writing or not self._is_running or not self.session.can_write_now:
+        if self._has_frames or self._is_writing or not self._is_running or not self.session.can_write_now:
             return False
         if self._control:
             frame = [*self._control, *frame]
@@ -284,7 +292,7 @@ class YamuxConnection(IMuxedConn):
         except _CONNECTION_ERRORS as error:
             self._end(str(error) or type(error).__name__)
         else:
-            if self._round or self.session.has_unsent:
+            if self._has_frames or self.session.has_unsent:
                 self._writer_lot.unpark_all()
 
     def _pump(self) -> None:
@@ -308,32 +316,36 @@ class YamuxConnection(IMuxedConn):
     async def _write_loop(self) -> None:
         self._is_running = True
         while True:
+            batch: list[bytes | memoryview] = [] if self.session.has_unsent else self._next_batch()
+            if batch:
+                self.session.write_now(batch)
             if self.session.has_unsent:
+                self._batch_bytes = BATCH_BYTES_MIN
                 self._is_writing = True
                 await self.session.flush()
                 self._is_writing = False
-            batch = self._next_batch()
-            if batch:
-                self._is_writing = True
-                await self.session.write_parts(batch)
-                self._is_writing = False
+            elif batch:
+                self._batch_bytes = min(BATCH_BYTES_MAX, 2 * self._batch_bytes)
+                await trio.lowlevel.checkpoint()  # else a connection that takes everything would stop all other tasks
             else:
                 if self._closing:
                     self._flushed.set()
                 await self._writer_lot.park()
 
     def _next_batch(self) -> list[bytes | memoryview]:
-        """Control frames, then one frame of each stream in turn until the batch is full."""
+        """Control frames, then frames of the streams, lane after lane and in turns, until the batch is full."""
         batch: list[bytes | memoryview] = [*self._control]
         self._control.clear()
-        size = 0
-        while self._round and size < BATCH_BYTES:
-            stream = self._round.popleft()
-            frame = stream.next_frame(FRAME_PAYLOAD_BYTES)
-            size += sum([len(part) for part in frame])
-            batch += frame
-            if stream.scheduled:
-                self._round.append(stream)
+        left_bytes = self._batch_bytes
+        for lane in self._lanes:
+            left_bytes = max(left_bytes, LEAST_BYTES)
+            while lane and left_bytes > 0:
+                stream = lane.popleft()
+                frame = stream.next_frame(min(FRAME_PAYLOAD_BYTES, left_bytes))
+                left_bytes -= sum([len(part) for part in frame])
+                batch += frame
+                if stream.scheduled:
+                    self._lanes[stream.lane].append(stream)
         return batch
 
     # --- the reader ---

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import IntEnum
 from types import TracebackType
 from typing import Protocol
 
@@ -24,7 +25,8 @@ from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, WINDOW_BYTES_MAX,
 SEND_QUEUE_BYTES = 256 * 1024  # a writer waits while its stream holds this much unsent
 READ_BYTES = 256 * 1024
 _AT_ONCE_BYTES = 60 * 1024  # a message this small goes in one frame, without being queued, if nothing else is
-GROWTH_S = 0.5e-3
+GROWTH_S = 0.25e-3
+QUICK_BYTES = 64 * 1024  # a stream with no more to send than this goes before those with more
 YIELD_BYTES = 256 * 1024  # a task that sends this much without waiting lets the others run ...
 YIELD_COST_BYTES = 4096  # ... and each of its sends counts as so much more
 _VIEW_BYTES_MIN = 4096  # smaller payloads are copied together, as are those that would pin much more than themselves
@@ -32,6 +34,14 @@ _COALESCED_BYTES_MAX = 64 * 1024
 
 Chunk = bytes | bytearray | memoryview
 Deliver = Callable[[memoryview], None]
+
+
+class Lane(IntEnum):
+    """Which streams of a connection send first."""
+
+    QUICK = 0  # little to send: a call
+    PLAIN = 1
+    YIELDING = 2  # those that asked for it: blocks
 
 
 class StreamOwner(Protocol):
@@ -64,6 +74,7 @@ class YamuxStream(IMuxedStream):
         self.stream_id = stream_id
         self.finished = False  # by us: nobody will read; what still comes is dropped
         self.scheduled = False  # waits in the connection's round of senders
+        self.yields = False  # to all other streams of the connection
         self._owner = owner
         self._failure: str | None = None
         self._received: deque[Chunk] = deque()
@@ -208,6 +219,12 @@ class YamuxStream(IMuxedStream):
             raise Unreachable(self._failure)
         if self._local_closed:
             raise Unreachable(f"stream {self.stream_id} was closed by us and takes no more bytes")
+
+    @property
+    def lane(self) -> Lane:
+        if self.yields:
+            return Lane.YIELDING
+        return Lane.QUICK if self._unsent_bytes <= QUICK_BYTES else Lane.PLAIN
 
     def _schedule_if_sendable(self) -> None:
         if not self.scheduled and self._is_sendable():

@@ -187,7 +187,7 @@ class NoiseSession(BaseSession):
         self._unsent = self._link.send_now(sealed)
 
     async def flush(self) -> None:
-        """Sends what `write_now` left."""
+        """Sends what `write_now` left. Cancel-safety: none, like every write that waits."""
         await self._link.send_all(self._unsent)
         self._unsent = []
 

@@ -77,7 +77,11 @@ class CallStream:
         in_flight_max: int,
         body_bytes_max: int,
         on_notice: NoticeHandler | None = None,
+        gives_way: bool = False,
     ) -> None:
+        """`gives_way`: bulk, such as blocks; all other calls and streams to the same peer go before it."""
+        if gives_way:
+            stream.give_way()
         self.stream = stream
         self.end_reason: str | None = None
         self._handler = handler

@@ -40,6 +40,10 @@ class Stream(Protocol):
         """Queues all parts as `write` does, or none of them and returns False when there is no room."""
         ...
 
+    def give_way(self) -> None:
+        """From now on what is sent here lets the other streams of the connection go first."""
+        ...
+
     async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
         """Instead of `read`: gives each chunk to `deliver` as soon as it arrives, until the end of the stream.
 

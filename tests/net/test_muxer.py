@@ -13,7 +13,7 @@ from net_helpers import LOOPBACK, muxer_pair, session_pair, socket_session_pair
 from kvasir_node.base.errors import Overloaded, Unreachable
 from kvasir_node.net import muxer_frames as frames
 from kvasir_node.net.muxer import (
-    BATCH_BYTES,
+    BATCH_BYTES_MAX,
     CONTROL_FRAMES_MAX,
     FINISHED_LINGER_S,
     FRAME_PAYLOAD_BYTES,
@@ -392,7 +392,7 @@ async def test_bulk_on_one_stream_does_not_keep_a_small_call_waiting():
         await small.send(b"x" * 16_384)
         batch = left._next_batch()
         position = batch.index(pack(FrameType.DATA, Flag.NONE, small.stream_id, 16_384))
-        assert sum(len(part) for part in batch[:position]) < BATCH_BYTES
+        assert sum(len(part) for part in batch[:position]) < BATCH_BYTES_MAX
         assert max(len(part) for part in batch) <= FRAME_PAYLOAD_BYTES
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvasir_node.base.errors import DataError, UsageError
 from kvasir_node.base.ids import ExpertId
+from kvasir_node.model.folder import read_experts, read_note
 from kvasir_node.model.tensor_file import (
     EXPERT_DTYPES,
     PARTS,
@@ -132,11 +133,11 @@ class Checkpoint:
     @property
     def expert_dtype(self) -> str:
         """The dtype of the first expert's gate, as safetensors spells it."""
-        return self.experts[ExpertId(self.layers[0], 0)]["gate"].dtype
+        return self.parts(ExpertId(self.layers[0], 0))["gate"][0]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Indexes the checkpoint in a folder, without reading weights.
+    """Indexes the checkpoint in a folder, without reading weights; one that was fetched (folder.py) may lack experts.
 
     Raises UsageError when there is no such folder, DataError (naming what is wrong) for a family, layout or
     quantisation this version cannot compute, a missing or misshapen expert, or a hostile file.
@@ -148,8 +149,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family_name, family = _family_of(config)
     tensors = _all_tensors(folder)
     experts, trunk = _split(tensors, family, family_name)
+    note = read_note(folder)
+    if note is not None:
+        experts = read_experts([(layer, _inside(folder, name)) for layer, name in note.layer_files.items()])
     sizes = _Sizes(config, family)
-    _check_experts(experts, sizes)
+    _check_experts(experts, sizes, may_lack=note is not None)
     return Checkpoint(
         path=folder,
         config=config,
@@ -282,10 +286,10 @@ def _sparse_layers(config: Mapping[str, Any], layer_count: int) -> Iterable[int]
     return (layer for layer in range(layer_count) if layer not in dense and (layer + 1) % step == 0)
 
 
-def _check_experts(experts: Mapping[ExpertId, Mapping[str, TensorRange]], sizes: _Sizes) -> None:
+def _check_experts(experts: Mapping[ExpertId, Mapping[str, TensorRange]], sizes: _Sizes, *, may_lack: bool) -> None:
     gate_shape, down_shape = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
     expected = {ExpertId(layer, index) for layer in sizes.layers for index in range(sizes.experts)}
-    for expert in sorted(experts.keys() ^ expected):
+    for expert in sorted(experts.keys() - expected if may_lack else experts.keys() ^ expected):
         state = "is missing" if expert in expected else "is not foreseen by config.json"
         raise DataError(f"expert {expert.index} of layer {expert.layer} {state}")
     for expert, parts in experts.items():

@@ -168,15 +168,40 @@ class Fetcher:
 
     async def fetch_block(self, providers: Iterable[PeerId], cid: Cid) -> bytes:
         """One block by its Cid, fetched if it is not here. Raises as `fetch_blobs`."""
-        await self._download(None).run(self._with_others(providers), (), (cid,))
+        await self.fetch_blocks(providers, (cid,))
         return await self.run_blocking(read_block, self.store, cid)
 
+    async def fetch_blocks(self, providers: Iterable[PeerId], cids: Iterable[Cid]) -> None:
+        """Blocks as they are, also those that are nodes. Raises as `fetch_blobs`."""
+        await self._download(None).run(self._with_others(providers), (), cids)
+
+    async def fetch_pinned(
+        self, owner: str, providers: Sequence[PeerId], blobs: Sequence[BlobRef], progress: Progress | None = None
+    ) -> None:
+        """`fetch_blobs`, and nothing of them makes room for other blocks until the store's `unpin` of the owner.
+
+        Nodes come first, as only they tell which blocks to pin. Raises as `fetch_blobs`; pins stay then, too.
+        """
+        nodes = [blob.cid for blob in blobs if is_node(blob.cid)]
+        await self.run_blocking(self.store.pin, owner, [blob.cid for blob in blobs])
+        if nodes:
+            await self.fetch_blocks(providers, nodes)
+            await self.run_blocking(_pin_children, self.store, owner, nodes)
+        await self.fetch_blobs(providers, blobs, progress)
+
     async def fetch_slice(
-        self, providers: Sequence[PeerId], model: ModelId, wanted: SliceId, progress: Progress | None = None
+        self,
+        providers: Sequence[PeerId],
+        model: ModelId,
+        wanted: SliceId,
+        progress: Progress | None = None,
+        *,
+        owner: str | None = None,
     ) -> tuple[Manifest, Mapping[ExpertId, BlobRef]]:
         """The manifest of a model, and the experts of one slice, in the store when this returns.
 
-        Raises as `fetch_blobs`; DataError also when the model has no such slice.
+        With an `owner` they are pinned, as by `fetch_pinned`. Raises as `fetch_blobs`; DataError also when the model
+        has no such slice.
         """
         manifest = decode_manifest(await self.fetch_block(providers, Cid(model)))
         node = manifest.layer_nodes.get(wanted.layer)
@@ -184,7 +209,10 @@ class Fetcher:
             raise DataError(f"model {manifest.name} ({model}) has no slice {wanted}")
         layer = decode_layer_node(await self.fetch_block(providers, node), manifest, wanted.layer)
         experts = {expert: layer.experts[expert.index] for expert in wanted.experts()}
-        await self.fetch_blobs(providers, experts.values(), progress)
+        if owner is None:
+            await self.fetch_blobs(providers, experts.values(), progress)
+        else:
+            await self.fetch_pinned(owner, providers, tuple(experts.values()), progress)
         return manifest, experts
 
     def _with_others(self, providers: Iterable[PeerId]) -> tuple[PeerId, ...]:
@@ -202,6 +230,11 @@ def read_block(store: BlockStore, cid: Cid) -> bytes:
     if data is None:
         raise DataError(f"block {cid} is not in the store, or was damaged and dropped; fetch its blob again")
     return data
+
+
+def _pin_children(store: BlockStore, owner: str, nodes: Sequence[Cid]) -> None:
+    for node in nodes:
+        store.pin(owner, decode_blob_node(read_block(store, node)).blocks)
 
 
 def read_blob(store: BlockStore, blob: BlobRef) -> bytearray:

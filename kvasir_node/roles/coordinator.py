@@ -59,7 +59,7 @@ class Coordinator:
         self._model = model
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
-        own = OwnExperts(model.shard, model.checkpoint, model.held, settings.worker.memory_bytes)
+        own = OwnExperts(model.shard, model.checkpoint, model.held, settings.worker.memory_bytes, model.read_missing)
         self.crew = Crew(
             settings.fanout,
             manifest.model,

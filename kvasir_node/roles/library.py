@@ -22,6 +22,11 @@ def demo_folder() -> Path:
     return Path(kvasir_node.__file__).parent / "demo"
 
 
+def models_dir(settings: Settings) -> Path:
+    """Where models that were fetched have their folders."""
+    return (data_dir_of(settings) / "models").absolute()
+
+
 def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
     """The blocks and the catalog of the data directory; makes their folders on first use."""
 
@@ -30,5 +35,5 @@ def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
         return index_checkpoint(open_checkpoint(path), name=name, block_bytes=block_bytes, progress=progress)
 
     data_dir = data_dir_of(settings)
-    store = BlockStore(data_dir)
+    store = BlockStore(data_dir, quota_bytes=settings.store.quota_bytes)
     return store, Catalog(data_dir, store, index, demo_folder())

@@ -5,6 +5,7 @@ It does not know the network, requests or leases.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.text import TextModel
 
+ReadExpert = Callable[[ExpertId], Mapping[str, torch.Tensor]]
+"""The tensors of an expert; raises CapacityError when it cannot be had now."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -28,6 +32,12 @@ class LoadedModel:
     text: TextModel
     shard: ExpertShard
     held: dict[int, frozenset[int]]
+    read_missing: ReadExpert | None = None  # reads an expert that the checkpoint lacks; any thread, may take seconds
+
+    @property
+    def lacks_experts(self) -> bool:
+        """Whether some are not even on this machine's disk."""
+        return len(self.checkpoint.experts) < len(self.manifest.layers) * self.manifest.experts_per_layer
 
 
 def compute_dtype(wanted: str, trunk_bytes: int) -> torch.dtype:
@@ -53,10 +63,16 @@ def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedMode
     """Reads the tokenizer and the experts that this coordinator holds. Blocks; run it in a thread."""
     checkpoint = open_checkpoint(path)
     dtype = compute_dtype(settings.coordinator.dtype, manifest.trunk.size)
-    experts = [expert for expert in checkpoint.experts if _is_held(expert, settings.coordinator.hold)]
+    experts = held_experts(manifest, settings.coordinator.hold)
     shard = load_from_checkpoint(checkpoint, experts, dtype, pick_device(settings.node.device))
     held = {layer: shard.held(layer) for layer in checkpoint.layers}
     return LoadedModel(manifest, checkpoint, TextModel(path), shard, held)
+
+
+def held_experts(manifest: Manifest, hold: str) -> list[ExpertId]:
+    """The experts that a coordinator with this `coordinator.hold` has for good, in order."""
+    experts = (ExpertId(layer, index) for layer in manifest.layers for index in range(manifest.experts_per_layer))
+    return [expert for expert in experts if _is_held(expert, hold)]
 
 
 def _is_held(expert: ExpertId, hold: str) -> bool:

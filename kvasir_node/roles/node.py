@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import trio
@@ -18,7 +18,7 @@ import trio
 import kvasir_node
 from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, Misbehaved
 from kvasir_node.base.generation import GenerationRequest
-from kvasir_node.base.ids import Cid, PeerId
+from kvasir_node.base.ids import Cid, ModelId, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     FanoutSnapshot,
@@ -41,11 +41,14 @@ from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
 from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
-from kvasir_node.roles.library import open_library
+from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model
+from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
+from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.swarm_key import SwarmKey, read_swarm_key
+from kvasir_node.roles.throttle import Throttle
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
@@ -98,6 +101,7 @@ class Node:
             is_hub="hub" in settings.node.roles,
             hubs_changed=self._on_hubs,
         )
+        self._downloads = Throttle(settings.store.download_bytes_s)
         self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         self.coordinator: Coordinator | None = None
@@ -127,14 +131,41 @@ class Node:
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
-    def add_coordinator(self, model: LoadedModel) -> None:
+    def add_coordinator(self, model: LoadedModel, store: BlockStore) -> None:
+        if model.lacks_experts:
+            missing = MissingExperts(self.fetcher(store), model.manifest, self._membership.members)
+            model = replace(model, read_missing=missing)
         self.coordinator = Coordinator(
             self._settings, model, name_of=self._peers.name_of, address_of=self._network_address
         )
         self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
 
+    def fetcher(self, store: BlockStore) -> Fetcher:
+        """Brings content, from other members too than those that are named, at most at the rate of the settings."""
+        return Fetcher(
+            open_block_calls(self._transport),
+            store,
+            self._settings.store,
+            FetchTally(),
+            throttle=self._downloads,
+            others=self._membership.members,
+        )
+
+    async def pull(self, model: ModelId, store: BlockStore, catalog: Catalog) -> None:
+        """Brings a model to this disk, as a member of the swarm for as long as that takes; before `start`.
+
+        Raises as `Puller.pull`.
+        """
+        puller = Puller(self.fetcher(store), catalog, models_dir(self._settings), self._membership.members)
+        with single_error_unwrapped():
+            async with trio.open_nursery() as nursery:
+                self._keep_running(nursery, "the membership", self._membership.run)
+                self._keep_running(nursery, "joining", self._joiner.run)
+                await puller.pull(model, self._settings.coordinator.hold)
+                nursery.cancel_scope.cancel()
+
     def add_worker(self, store: BlockStore, compute: Compute) -> None:
-        fetcher = Fetcher(open_block_calls(self._transport), store, self._settings.store, FetchTally())
+        fetcher = self.fetcher(store)
         self.worker = Worker(
             self._settings,
             self._transport,
@@ -145,7 +176,8 @@ class Node:
         )
 
     def serve_blocks(self, store: BlockStore) -> None:
-        self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(BlockServer(store).serve))
+        server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
+        self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(server.serve))
 
     async def start(self, nursery: trio.Nursery) -> None:
         """Starts everything that was added; ready to serve when this returns."""
@@ -321,13 +353,17 @@ def node_name(settings: Settings) -> str:
     return settings.node.name or socket.gethostname()
 
 
-def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel:
-    """Blocks: indexes (or finds the index of) the model of the settings, then loads it."""
+def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel | ModelId:
+    """Blocks: indexes (or finds the index of) the model of the settings, then loads it; or the id of one to fetch."""
+    wanted, hold = settings.coordinator.model, settings.coordinator.hold
+    missing = model_to_pull(store, catalog, models_dir(settings), wanted, hold)
+    return missing if missing is not None else _load_model(settings, catalog, store)
+
+
+def _load_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel:
     entry = catalog.open(settings.coordinator.model)
     if entry.path is None:
-        raise DataError(
-            f"{entry.name} is known by its blocks only; a coordinator needs the checkpoint on this disk: add its folder"
-        )
+        raise DataError(f"{entry.name} is known by its blocks only; join a swarm that has it with --join TICKET")
     manifest = decode_manifest(read_block(store, Cid(entry.model)))
     return load_model(entry.path, manifest, settings)
 
@@ -355,11 +391,14 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
         node = Node(settings, transport, membership, gossip, swarm)
         if "hub" in roles:
             node.add_hub()
-        if model is not None:
-            node.add_coordinator(model)
+        if isinstance(model, LoadedModel):
+            node.add_coordinator(model, store)
         if "worker" in roles:
             node.add_worker(store, faults.compute)
         node.serve_blocks(faults.served(store))
+        if isinstance(model, str):
+            await node.pull(model, store, catalog)
+            node.add_coordinator(await trio.to_thread.run_sync(_load_model, settings, catalog, store), store)
         async with trio.open_nursery() as nursery:
             await node.start(nursery)
             yield node

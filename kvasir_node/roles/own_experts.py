@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvasir_node.base.errors import CapacityError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import Checkpoint
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.tensor_file import read_tensor
+from kvasir_node.roles.loading import ReadExpert
 from kvasir_node.wire.tensors import ExpertRequest
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 class OwnExperts:
     """`held` says, by layer, what `shard` holds for good; at most `borrowed_bytes_max` (or one expert) come on top.
+
+    `read_missing` reads those that the checkpoint lacks, when it is one that was fetched in part.
 
     Shapes as in `model.experts`: rows [R,D], pair_row, pair_expert, pair_weight [P] -> [R,D] float32.
     """
@@ -35,7 +39,9 @@ class OwnExperts:
         checkpoint: Checkpoint,
         held: Mapping[int, frozenset[int]],
         borrowed_bytes_max: int,
+        read_missing: ReadExpert | None = None,
     ) -> None:
+        self._read_missing = read_missing
         self._shard = shard
         self._checkpoint = checkpoint
         self._held = held
@@ -63,7 +69,7 @@ class OwnExperts:
         pair_weight: torch.Tensor,
     ) -> torch.Tensor:
         """`ExpertShard.compute` for any expert of the model, all tensors on `device`. Raises DataError when a missing
-        one cannot be read."""
+        one cannot be read, CapacityError when one that lies elsewhere cannot be had."""
         if layer in self._complete:
             return self._shard.compute(layer, rows, pair_row, pair_expert, pair_weight)
         needed = set(pair_expert.unique().tolist())
@@ -106,11 +112,21 @@ class OwnExperts:
             while len(self._borrowed) >= self._room:
                 eldest, _ = self._borrowed.popitem(last=False)
                 self._shard.remove(eldest)
-            parts = self._checkpoint.experts[expert]
-            self._shard.add(expert, {part: read_tensor(tensor) for part, tensor in parts.items()})
+            self._shard.add(expert, self._read(expert))
             self._borrowed[expert] = None
             if self.loads == 0:
                 logger.info(
                     "no worker computes expert %d of layer %d: it is read from disk", expert.index, expert.layer
                 )
             self.loads += 1
+
+    def _read(self, expert: ExpertId) -> Mapping[str, torch.Tensor]:
+        parts = self._checkpoint.experts.get(expert)
+        if parts is not None:
+            return {part: read_tensor(tensor) for part, tensor in parts.items()}
+        if self._read_missing is None:
+            raise CapacityError(
+                f"expert {expert.index} of layer {expert.layer} is not on this machine and no worker computes it; "
+                "start a worker, or hold more with coordinator.hold"
+            )
+        return self._read_missing(expert)

@@ -262,6 +262,7 @@ class Worker:
             assignment.model,
             assignment.slice,
             progress=lambda *_: self._advance(assignment.lease),
+            owner=assignment.lease,
         )
 
     async def _reach(self, assignment: Assignment) -> None:
@@ -340,6 +341,7 @@ class Worker:
         finally:
             self._holdings.drop(assignment.lease, assignment.model)
             self._fetched.pop(assignment.lease, None)
+            self._fetcher.store.unpin(assignment.lease)
             self._progress.pop(assignment.lease, None)
             if link is not None and not link.leases():
                 self._forget_link(link)

@@ -66,7 +66,7 @@ class Catalog:
         self._store = store
         self._indexer = indexer
         self._demo = demo
-        self._opened: dict[ModelId, Mapping[Cid, BlockSource]] = {}  # mapped into the store by this process
+        self._opened: dict[ModelId, dict[Cid, BlockSource]] = {}  # mapped into the store by this process
         self._indexes.mkdir(parents=True, exist_ok=True)
 
     def list(self) -> tuple[CatalogEntry, ...]:
@@ -112,6 +112,19 @@ class Catalog:
             self._write_entries([*known, entry])
         return entry
 
+    def add_fetched(self, content: IndexedContent, path: Path) -> CatalogEntry:
+        """Remembers a model that came by content and now lies at `path`; a name that is taken gets a part of the id."""
+        with self._locked():
+            kept = [e for e in self._read() if e.model != content.model]
+            entry = CatalogEntry(content.model, content.name, path)
+            if content.name == DEMO or any(e.name == content.name for e in kept):
+                entry = CatalogEntry(content.model, f"{content.name}-{content.model[-8:]}", path)
+            self._check_free(entry, kept)
+            self._write(self._index_file(entry.model), _encode_index(content.blocks))
+            self._write_entries([*kept, entry])
+        self._map(entry.model, content.blocks)
+        return entry
+
     def open(self, ref: str, *, progress: Progress | None = None) -> CatalogEntry:
         """Makes a model's blocks readable from the store, by name, id, or the path of a checkpoint (added if new).
 
@@ -128,7 +141,7 @@ class Catalog:
             raise NotFoundError(
                 f"no model {ref!r} here; known: {known}; `kvasir-node add PATH` adds one", param="model"
             )
-        if entry.path is None or self._map_if_fresh(entry):
+        if entry.path is None or self.map_if_fresh(entry):
             return entry
         if ref == entry.model:
             raise DataError(
@@ -149,7 +162,7 @@ class Catalog:
 
     def _open_folder(self, folder: Path, name: str, progress: Progress | None) -> CatalogEntry:
         entry = self.find(name)
-        if entry is not None and entry.path == folder and self._map_if_fresh(entry):
+        if entry is not None and entry.path == folder and self.map_if_fresh(entry):
             return entry
         if entry is not None and entry.path != folder:
             self.remove(name)  # the program was installed elsewhere since
@@ -168,19 +181,24 @@ class Catalog:
                 f"the name {entry.name!r} is taken by the model at {where}; give another one", param="name"
             )
 
-    def _map_if_fresh(self, entry: CatalogEntry) -> bool:
-        """False when the index is missing or a file is not as it was."""
+    def map_if_fresh(self, entry: CatalogEntry) -> bool:
+        """Makes a model's blocks readable; False when its index is missing or a file is not as it was.
+
+        Then only what the index itself holds can be read: lists of blocks, which are needed to mend the model.
+        """
         file = self._index_file(entry.model)
         if not file.exists():
             return False
         stamps, blocks = _decode_index(self._read_file(file, INDEX_BYTES_MAX), file)
         if any(_stamp(stamp.file) != stamp for stamp in stamps):
+            inline = {cid: source for cid, source in blocks.items() if all(isinstance(p, bytes) for p in source)}
+            self._map(entry.model, inline)
             return False
         self._map(entry.model, blocks)
         return True
 
     def _map(self, model: ModelId, blocks: Mapping[Cid, BlockSource]) -> None:
-        self._opened[model] = blocks
+        self._opened.setdefault(model, {}).update(blocks)
         for cid, source in blocks.items():
             self._store.map(cid, source)
 
@@ -188,8 +206,9 @@ class Catalog:
         self._index_file(model).unlink(missing_ok=True)
         for cid in self._opened.pop(model, {}):
             self._store.unmap(cid)
-        for other, blocks in self._opened.items():  # blocks that the models share
-            self._map(other, blocks)
+        for blocks in self._opened.values():  # blocks that the models share
+            for cid, source in blocks.items():
+                self._store.map(cid, source)
 
     def _index_file(self, model: ModelId) -> Path:
         return self._indexes / f"{parse_cid(model)}.cbor"

@@ -148,6 +148,30 @@ def test_playbook_of_a_deadline():
     assert times.deadline_s(ANN, 8) == 2.0
 
 
+def test_what_is_much_work_may_take_longer_than_the_ceiling():
+    times = CallTimes(LIMITS)
+    assert times.deadline_s(ANN, 8, 3.0) == 5.0
+    times.observe(ANN, 8, 100.0)
+    assert times.deadline_s(ANN, 8) == 2.0
+    assert times.deadline_s(ANN, 8, 3.0) == 5.0
+    times.observe(BOB, 8, 0.1)
+    assert times.deadline_s(BOB, 8, 3.0) == times.deadline_s(BOB, 8)  # it needs no more
+
+
+def test_a_size_that_was_not_measured_is_expected_to_take_as_long_as_its_neighbours_say():
+    times = CallTimes(LIMITS)
+    assert times.expected_call_s(ANN, 8) is None
+    times.observe(ANN, 8, 0.1)
+    times.observe(ANN, 256, 0.4)
+    expected = {pairs: times.expected_call_s(ANN, pairs) for pairs in (1, 15, 16, 511, 512, 4096)}
+    assert expected == {1: 0.1, 15: 0.1, 16: 0.4, 511: 0.4, 512: 0.8, 4096: 6.4}
+    times.forget_size(ANN, 100)
+    assert times.expected_call_s(ANN, 256) == pytest.approx(0.1 * 2**5)
+    times.forget_size(BOB, 1)
+    times.forget_size(ANN, 1)
+    assert times.expected_call_s(ANN, 8) is None
+
+
 def test_a_steady_worker_is_soon_expected_to_be_steady():
     times = CallTimes(LIMITS)
     for _ in range(60):

@@ -207,6 +207,7 @@ class ScriptedWorker:
         self.transport = transport
         self.compute = compute or (lambda request: answer_parts(loop.own.sums(request)))
         self.silent = False
+        self.held_back: trio.Event | None = None  # answers wait for it
         self.requests: list[ExpertRequest] = []
         self.told: list[tuple[SliceId, str]] = []
         self.answering = 0
@@ -238,6 +239,8 @@ class ScriptedWorker:
         try:
             if self.silent:
                 await trio.sleep_forever()
+            if self.held_back is not None:
+                await self.held_back.wait()
             return self.compute(request)
         finally:
             self.answering -= 1

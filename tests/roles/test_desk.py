@@ -1,201 +1,423 @@
-"""Requests of several choices at the desk: places, ends, failures; on a virtual clock, with a scripted engine."""
+"""The desk over a scripted engine, on a virtual clock: no thread, no model."""
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import trio
-from test_reply import make_text
 
-from kvasir_node.base.errors import CapacityError, KvasirError, QueueFull, UsageError
-from kvasir_node.base.generation import (
-    AnswerEvent,
-    ChoiceEnded,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    JsonFormat,
-    SamplingOptions,
-    TextDelta,
-    Tool,
-    Tools,
-    ToolUse,
-)
-from kvasir_node.decide.admission import AdmissionLimits
-from kvasir_node.model.engine import AnswerTally, ConstraintFailed, Job, StepToken
-from kvasir_node.roles.desk import Desk
+from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, QueueFull, UsageError
+from kvasir_node.base.generation import ChoiceEnded, Finished, FinishReason, GenerationRequest, TextDelta
+from kvasir_node.decide.admission import AdmissionLimits, Load
+from kvasir_node.model.engine import AnswerTally, BadLogits, Job, StepToken
+from kvasir_node.model.text import LONG_TEXT_CHARACTERS
+from kvasir_node.roles.desk import STEP_ATTEMPTS_MAX, Answer, Desk
+
+END = 0
+STEP_S = 0.1
+
+
+class FakeText:
+    """One token is one letter; token 0 ends an answer."""
+
+    end_tokens = frozenset({END})
+    special_tokens = frozenset({END})
+    template = None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def chat(self, messages, tools=None) -> tuple[int, ...]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def token_id(self, piece: str) -> int | None:
+        return None
+
+    def token_bytes(self, token: int, shown: frozenset[int] = frozenset()) -> bytes:
+        return b"" if token == END else chr(token).encode()
 
 
 @dataclass
-class ScriptedEngine:
-    """Each step takes a second and gives each job the token of its seed, until its max_tokens."""
+class _Seat:
+    job: Job
+    given: int = 0
 
-    slots: int
-    context: int = 64
-    jobs: dict[int, Job] = field(default_factory=dict)
-    answered: Counter[int] = field(default_factory=Counter)
-    joined: list[Job] = field(default_factory=list)
-    failure: KvasirError | None = None
-    peak: int = 0
+
+class FakeEngine:
+    """Answers a prompt with itself, letter by letter, over and over; "." in a prompt ends the answer there.
+
+    As strict as the real one about its slots, and raises what `faults` says for a step, once each.
+    """
+
+    context = 64
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.seats: dict[int, _Seat] = {}
+        self.faults: deque[Exception | None] = deque()
+        self.steps = 0
+        self.most_busy = 0
+        self.refuse_join: KvasirError | None = None
 
     @property
     def is_idle(self) -> bool:
-        return not self.jobs
+        return not self.seats
 
     def check(self, job: Job) -> None:
         if job.max_tokens < 1:
-            raise UsageError("too few")
+            raise UsageError("max_tokens must be at least 1", param="max_tokens")
 
     def join(self, job: Job) -> None:
-        assert len(self.jobs) < self.slots
-        self.jobs[job.id] = job
-        self.joined.append(job)
-        self.peak = max(self.peak, len(self.jobs))
+        if self.refuse_join is not None:
+            raise self.refuse_join
+        assert len(self.seats) < self.slots, "the desk let more in than there are slots"
+        assert job.id not in self.seats, "a request joined twice"
+        self.seats[job.id] = _Seat(job)
+        self.most_busy = max(self.most_busy, len(self.seats))
 
     def leave(self, job_id: int) -> None:
-        self.jobs.pop(job_id, None)
+        self.seats.pop(job_id, None)
 
     def step(self) -> list[StepToken]:
-        if self.failure is not None and self.jobs:
-            if isinstance(self.failure, UsageError):
-                raise ConstraintFailed(self.failure, job_id=next(iter(self.jobs)))
-            raise self.failure
-        return [self._token(job) for job in list(self.jobs.values())]
+        self.steps += 1
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None:
+            raise fault
+        return [self._next(seat) for seat in list(self.seats.values())]
 
-    def _token(self, job: Job) -> StepToken:
-        self.answered[job.id] += 1
-        is_last = self.answered[job.id] == job.max_tokens
-        if is_last:
-            self.jobs.pop(job.id)
-        token = 40 + (job.sampling.seed or 0) % 20
-        return StepToken(job.id, token, FinishReason.LENGTH if is_last else None, AnswerTally(local_pairs=7))
-
-
-async def run_slowly(work: Any, *arguments: Any) -> Any:
-    """What takes a thread elsewhere takes a second of the virtual clock here."""
-    await trio.sleep(1)
-    return work(*arguments)
+    def _next(self, seat: _Seat) -> StepToken:
+        token = seat.job.prompt[seat.given % len(seat.job.prompt)]
+        token = END if token == ord(".") else token
+        seat.given += 1
+        reason = FinishReason.LENGTH if seat.given >= seat.job.max_tokens else None
+        reason = FinishReason.STOP if token in seat.job.end_tokens else reason
+        if reason is not None:
+            del self.seats[seat.job.id]
+        tally = AnswerTally(local_pairs=2 * seat.given)
+        return StepToken(seat.job.id, token, reason, tally, is_text=token not in seat.job.end_tokens)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return make_text(tmp_path_factory.mktemp("desk"))
+@dataclass
+class Room:
+    """A desk that is open, and what a test wants to see around it."""
+
+    desk: Desk
+    engine: FakeEngine
+    load_changes: list[Load] = field(default_factory=list)
+    inline_calls: int = 0
+
+    def assert_empty(self) -> None:
+        assert (self.desk.admission.busy, self.desk.admission.queued) == (0, 0)
+        assert self.engine.is_idle
+        assert not self.desk._choices
+        assert not self.desk._joining
+
+    async def ask(self, prompt: str, tokens: int = 5, stop: tuple[str, ...] = ()) -> tuple[str, Finished]:
+        async with self.desk.generate(GenerationRequest(prompt=prompt, max_tokens=tokens, stop=stop)) as answer:
+            return await read(answer)
+
+
+async def read_all(answer: Answer, choices: int = 1) -> tuple[list[str], Finished]:
+    """The text of each choice, and the end of the last one; every choice must end, once, with nothing after it."""
+    texts = [""] * choices
+    ends: dict[int, ChoiceEnded | Finished] = {}
+    async for event in answer:
+        assert event.choice not in ends
+        if isinstance(event, TextDelta):
+            texts[event.choice] += event.text
+        else:
+            assert isinstance(event, ChoiceEnded | Finished)
+            ends[event.choice] = event
+    assert len(ends) == choices
+    (finished,) = (end for end in ends.values() if isinstance(end, Finished))
+    return texts, finished
+
+
+async def read(answer: Answer) -> tuple[str, Finished]:
+    texts, end = await read_all(answer)
+    return texts[0], end
 
 
 @asynccontextmanager
-async def open_desk(text, *, slots: int = 2, queue: int = 4, engine: ScriptedEngine | None = None):
-    engine = engine or ScriptedEngine(slots)
-    limits = AdmissionLimits(slots, queue, 0.5, 5.0, 0.75)
-    desk = Desk(engine, text, limits, load_changed=lambda: None, run_blocking=run_slowly)
+async def open_room(slots: int = 2, queue: int = 3) -> AsyncIterator[Room]:
+    async def run_blocking(function, *args: object):
+        room.inline_calls += 1
+        await trio.sleep(STEP_S)
+        return function(*args)
+
+    engine = FakeEngine(slots)
+    limits = AdmissionLimits(slots, queue, saturated_after_s=0.5, calm_after_s=2.0, calm_busy_ratio=0.75)
+    desk = Desk(
+        engine,
+        FakeText(),  # type: ignore[arg-type]
+        limits,
+        load_changed=lambda: room.load_changes.append(room.desk.admission.load),
+        run_blocking=run_blocking,
+    )
+    room = Room(desk, engine)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(desk.run)
-        yield desk, engine
+        nursery.start_soon(desk.watch_load)
+        yield room
         nursery.cancel_scope.cancel()
 
 
-def ask(choices: int = 1, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(prompt_tokens=(1, 2, 3), max_tokens=fields.pop("max_tokens", 3), choices=choices, **fields)
+async def test_an_answer_and_its_facts(autojump_clock):
+    async with open_room() as room:
+        text, end = await room.ask("abc", 5)
+        assert text == "abcab"
+        assert (end.reason, end.prompt_tokens, end.completion_tokens) == (FinishReason.LENGTH, 3, 5)
+        assert (end.facts.local_pairs, end.facts.queue_ms) == (10, 0.0)
+        assert end.facts.prefill_ms == pytest.approx(100)
+        assert end.facts.decode_ms == pytest.approx(400)
+        text, end = await room.ask("ab.", 9)
+        assert (text, end.reason, end.completion_tokens) == ("ab", FinishReason.STOP, 3)
+        assert (room.desk.tokens_total, room.desk.requests_total) == (8, 2)
+        room.assert_empty()
 
 
-async def answer(desk: Desk, request: GenerationRequest) -> list[AnswerEvent]:
-    async with desk.generate(request) as events:
-        return [event async for event in events]
+async def test_requests_beyond_the_slots_wait_their_turn_and_beyond_the_queue_are_refused(autojump_clock):
+    async with open_room(slots=1, queue=1) as room:
+        ends: list[Finished] = []
+
+        async def client() -> None:
+            ends.append((await room.ask("abc", 5))[1])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client)
+            await trio.sleep(0.01)
+            nursery.start_soon(client)
+            await trio.sleep(0.01)
+            with pytest.raises(QueueFull) as refused:
+                await room.ask("abc")
+            assert refused.value.retry_after_s >= 1
+        assert [end.facts.queue_ms for end in ends] == [0.0, pytest.approx(500, abs=150)]
+        room.assert_empty()
 
 
-async def test_every_choice_ends_once_and_the_last_of_them_ends_the_answer(text, autojump_clock):
-    async with open_desk(text) as (desk, engine):
-        events = await answer(desk, ask(5, sampling=SamplingOptions(seed=1)))
-    ends = [event for event in events if isinstance(event, ChoiceEnded | Finished)]
-    assert sorted(end.choice for end in ends) == [0, 1, 2, 3, 4]
-    assert [type(end) for end in ends] == [ChoiceEnded] * 4 + [Finished]
-    assert ends[-1] is events[-1]
-    finished = events[-1]
-    assert isinstance(finished, Finished)
-    assert (finished.prompt_tokens, finished.completion_tokens, finished.facts.local_pairs) == (3, 15, 35)
-    assert (finished.facts.queue_ms, finished.facts.prefill_ms, finished.facts.decode_ms) == (0, 1000, 8000)
-    texts = Counter(event.choice for event in events if isinstance(event, TextDelta))
-    assert texts == dict.fromkeys(range(5), 3)
-    assert engine.peak == 2  # never more than there are slots
-    assert len({job.sampling.seed for job in engine.joined}) == 5
-    assert engine.joined[0].sampling.seed == 1
+async def test_saturation_is_told_when_it_comes_and_when_it_goes(autojump_clock):
+    async with open_room(slots=1, queue=3) as room:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(room.ask, "abc", 20)
+        assert Load.SATURATED in room.load_changes
+        assert room.desk.slots().state == "saturated"
+        await trio.sleep(5)
+        assert room.load_changes[-1] is Load.CALM
 
 
-async def test_all_choices_find_a_place_or_none_does(text, autojump_clock):
-    async with open_desk(text) as (desk, _), desk.generate(ask(2)):
-        with pytest.raises(QueueFull, match="2 of 2 slots are busy and 0 of 4 places") as full:
-            await answer(desk, ask(5))
-        assert full.value.retry_after_s >= 1
-        assert (desk.admission.busy, desk.admission.queued, desk.requests_total) == (2, 0, 1)
-        async with desk.generate(ask(4)):
-            assert desk.admission.queued == 4
-        assert (desk.admission.busy, desk.admission.queued) == (2, 0)
+@pytest.mark.parametrize("stop_at", ["the last token", "the end token"])
+async def test_a_stop_string_that_ends_in_the_same_step_as_the_answer_ends_it_once(autojump_clock, stop_at):
+    async with open_room() as room:
+        prompt, tokens = ("abc", 3) if stop_at == "the last token" else ("abc.", 9)
+        text, end = await room.ask(prompt, tokens, ("bc",))
+        assert (text, end.reason, end.completion_tokens) == ("a", FinishReason.STOP, 3)
+        await trio.sleep(1)
+        room.assert_empty()
 
 
-async def test_more_choices_than_places_can_never_come(text, autojump_clock):
-    async with open_desk(text) as (desk, _):
-        with pytest.raises(UsageError, match="has 6 places") as refused:
-            await answer(desk, ask(7))
-        assert refused.value.param == "n"
+async def test_a_stop_string_in_the_middle_frees_the_slot_at_the_next_token_boundary(autojump_clock):
+    async with open_room(slots=1) as room:
+        text, end = await room.ask("abcdef", 50, ("de",))
+        assert (text, end.completion_tokens) == ("abc", 5)
+        assert room.desk.admission.busy == 0
+        text, _ = await room.ask("xyz", 3)
+        assert text == "xyz"
+        room.assert_empty()
+        assert room.engine.steps == 5 + 3
 
 
-async def test_a_reader_that_leaves_frees_the_places_of_all_choices(text, autojump_clock):
-    async with open_desk(text) as (desk, engine):
-        async with desk.generate(ask(5, max_tokens=50)) as events:
-            await anext(events)
-        assert (desk.admission.busy, desk.admission.queued) == (0, 0)
-        assert isinstance((await answer(desk, ask()))[-1], Finished)
-        assert engine.is_idle
-        assert len(engine.joined) == 3  # the three choices that waited never started
+@pytest.mark.parametrize("gone_after_s", [0.0, 0.001, 0.05, 0.15, 0.1 * 7])
+async def test_a_client_that_leaves_frees_its_place_whether_queued_joining_or_in_a_step(autojump_clock, gone_after_s):
+    async with open_room(slots=1) as room:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(room.ask, "abc", 50)
+            await trio.sleep(gone_after_s)
+            nursery.cancel_scope.cancel()
+        assert (room.desk.admission.busy, room.desk.admission.queued) == (0, 0)
+        text, _ = await room.ask("xyz", 3)
+        assert text == "xyz"
+        room.assert_empty()
+        assert room.engine.most_busy == 1
 
 
-async def test_a_choice_that_cannot_go_on_ends_its_request_and_no_other(text, autojump_clock):
-    async with (
-        open_desk(text, slots=3) as (desk, engine),
-        desk.generate(ask(2)) as failing,
-        desk.generate(ask()) as other,
-    ):
-        await anext(other)
-        engine.failure = UsageError("too complex", param="response_format")
-        with pytest.raises(ConstraintFailed) as failure:
-            [event async for event in failing]
-        engine.failure = None
-        assert failure.value.param == "response_format"
-        rest = [event async for event in other]
-        assert isinstance(rest[-1], Finished)
+async def test_a_drain_finishes_what_is_queued_and_refuses_what_is_new_and_two_drains_both_end(autojump_clock):
+    async with open_room(slots=1) as room:
+        texts: list[str] = []
+
+        async def client() -> None:
+            texts.append((await room.ask("abc", 5))[0])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(client)
+            await trio.sleep(0.05)
+            nursery.start_soon(room.desk.drain)
+            nursery.start_soon(room.desk.drain)
+            await trio.sleep(0.05)
+            with pytest.raises(CapacityError, match="shutting down"):
+                await room.ask("abc")
+        assert texts == ["abcab"] * 3
+        with trio.fail_after(1):
+            await room.desk.drain()
+        room.assert_empty()
 
 
-async def test_a_grammar_is_compiled_beside_the_loop_and_each_choice_reads_its_own(text, autojump_clock):
-    async with open_desk(text) as (desk, engine):
-        before = trio.current_time()
-        async with desk.generate(ask(2, format=JsonFormat({"type": "object"}))):
-            assert trio.current_time() == before + 1
-            await trio.sleep(1.5)
-        first, second = (job.constraint for job in engine.joined)
-        assert first is not None
-        assert second is not None
-        assert first is not second
+async def test_law_8_a_step_that_fails_is_repeated_and_no_request_notices(autojump_clock):
+    async with open_room() as room:
+        for _ in range(2):
+            room.engine.faults.extend(
+                [DataError("the disk"), DataError("the disk"), None, RuntimeError("memory"), None]
+            )
+            assert (await room.ask("abc", 5))[0] == "abcab"
 
 
-async def test_a_schema_that_cannot_be_had_takes_no_place(text, autojump_clock):
-    async with open_desk(text) as (desk, engine):
+@pytest.mark.parametrize("fault", [DataError("the disk is gone"), RuntimeError("CUDA out of memory")])
+async def test_a_step_that_keeps_failing_ends_the_requests_it_meets_and_not_the_node(autojump_clock, fault, caplog):
+    async with open_room(slots=2, queue=3) as room:
+        errors: list[KvasirError] = []
+        texts: list[str] = []
+
+        async def client(prompt: str) -> None:
+            try:
+                texts.append((await room.ask(prompt, 3))[0])
+            except KvasirError as error:
+                errors.append(error)
+
+        room.engine.faults.extend([fault] * STEP_ATTEMPTS_MAX)
+        async with trio.open_nursery() as nursery:
+            for prompt in ("abc", "def", "ghi"):
+                nursery.start_soon(client, prompt)
+        assert [type(error) for error in errors] == [DataError if isinstance(fault, DataError) else BugError] * 2
+        assert len(texts) == 1
+        # The count began anew: later requests have all their attempts.
+        room.engine.faults.extend([fault] * (STEP_ATTEMPTS_MAX - 1))
+        assert (await room.ask("xyz", 3))[0] == "xyz"
+        room.assert_empty()
+        assert not any("CUDA" in str(error) for error in errors)
+
+
+async def test_logits_that_are_not_finite_cost_one_request_and_not_its_neighbours(autojump_clock):
+    async with open_room() as room:
+        async with trio.open_nursery() as nursery:
+            texts: list[str] = []
+
+            async def neighbour() -> None:
+                texts.append((await room.ask("abc", 6))[0])
+
+            nursery.start_soon(neighbour)
+            await trio.sleep(0.25)
+            room.engine.faults.append(BadLogits("not finite", job_id=2))
+            with pytest.raises(BadLogits):
+                await room.ask("xyz", 6)
+        assert texts == ["abcabc"]
+        room.assert_empty()
+
+
+async def test_a_request_that_the_engine_refuses_gives_its_place_to_the_next(autojump_clock):
+    async with open_room(slots=1) as room:
+        room.engine.refuse_join = UsageError("never fits")
+        with pytest.raises(UsageError, match="never fits"):
+            await room.ask("abc")
+        room.engine.refuse_join = None
+        assert (await room.ask("abc", 3))[0] == "abc"
+        room.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (GenerationRequest(prompt=""), "prompt"),
+        (GenerationRequest(prompt="x" * 64), "prompt"),
+        (GenerationRequest(prompt="x" * (LONG_TEXT_CHARACTERS + 1)), "prompt"),
+        (GenerationRequest(prompt_tokens=tuple([65] * 100)), "prompt"),
+        (GenerationRequest(messages=({"role": "user", "content": "x" * 64},)), "messages"),
+        (GenerationRequest(prompt="x", max_tokens=0), "max_tokens"),
+        (GenerationRequest(prompt="x", stop=("",)), "stop"),
+    ],
+)
+async def test_what_cannot_be_computed_is_refused_before_it_takes_a_place(autojump_clock, request_, param):
+    async with open_room() as room:
         with pytest.raises(UsageError) as refused:
-            await answer(desk, ask(format=JsonFormat({"type": "thing"})))
-        assert refused.value.param == "response_format"
-        broken = Tool("f", None, {"type": "thing"})
-        with pytest.raises(UsageError) as refused:
-            await answer(desk, ask(tools=Tools((broken,), ToolUse.REQUIRED)))
-        assert refused.value.param == "tools"
-        assert (desk.admission.busy, engine.joined) == (0, [])
+            async with room.desk.generate(request_):
+                raise AssertionError("it was let in")
+        assert refused.value.param == param
+        assert room.desk.requests_total == 0
+        room.assert_empty()
 
 
-async def test_draining_waits_for_every_choice_and_refuses_new_requests(text, autojump_clock):
-    async with open_desk(text) as (desk, _), desk.generate(ask(3)) as events, trio.open_nursery() as nursery:
-        nursery.start_soon(desk.drain)
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(CapacityError, match="shutting down"):
-            await answer(desk, ask())
-        assert isinstance([event async for event in events][-1], Finished)
+async def test_a_long_prompt_is_cut_into_tokens_off_the_loop_and_a_drain_meanwhile_refuses_it(autojump_clock):
+    async with open_room() as room:
+        room.engine.context = 100_000  # type: ignore[misc]
+        text, _ = await room.ask("x" * LONG_TEXT_CHARACTERS, 2)
+        assert text == "xx"
+        assert room.inline_calls == 1 + 2
+        async with trio.open_nursery() as nursery:
+
+            async def refused() -> None:
+                with pytest.raises(CapacityError):
+                    await room.ask("x" * LONG_TEXT_CHARACTERS, 2)
+
+            nursery.start_soon(refused)
+            await trio.sleep(0.05)
+            await room.desk.drain()
+        room.assert_empty()
+
+
+async def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(autojump_clock):
+    async with open_room() as room:
+        _, end = await room.ask("a" * 60, 1000)
+        assert (end.completion_tokens, end.reason) == (4, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_law_7_no_place_is_lost_or_doubled_and_no_answer_mixed_whatever_clients_and_steps_do(
+    autojump_clock, seed
+):
+    rng = random.Random(seed)
+    slots = rng.randint(1, 3)
+    async with open_room(slots=slots, queue=4) as room:
+        served = 0
+
+        async def client(number: int) -> None:
+            nonlocal served
+            await trio.sleep(rng.uniform(0, 4))
+            prompt = "".join(rng.choices("abcdef.", weights=[3] * 6 + [1], k=rng.randint(1, 9)))
+            stop = tuple(rng.sample(["ab", "f", "cd"], rng.randint(0, 2)))
+            with trio.move_on_after(rng.choice([0.0, 0.15, 1.0, 1e9])):
+                choices, tokens = rng.choice([1, 1, 2]), rng.randint(1, 12)
+                request = GenerationRequest(prompt=prompt, max_tokens=tokens, stop=stop, choices=choices)
+                try:
+                    async with room.desk.generate(request) as answer:
+                        texts, end = await read_all(answer, choices)
+                except (QueueFull, BadLogits, DataError):
+                    return
+                assert all((prompt * 12).split(".")[0].startswith(text) for text in texts)
+                assert not any(each in text for each in stop for text in texts)
+                assert end.facts.local_pairs == 2 * end.completion_tokens
+                served += 1
+
+        async def trouble() -> None:
+            while True:
+                await trio.sleep(rng.uniform(0, 2))
+                fault = rng.choice([DataError("disk"), BadLogits("nan", job_id=rng.randint(1, 30))])
+                room.engine.faults.append(fault)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trouble)
+            async with trio.open_nursery() as clients:
+                for number in range(30):
+                    clients.start_soon(client, number)
+            nursery.cancel_scope.cancel()
+        await trio.sleep(1)
+        room.assert_empty()
+        assert served >= 1
+        assert room.engine.most_busy <= slots
+        with trio.fail_after(1):
+            await room.desk.drain()

@@ -73,15 +73,18 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Exactly one of `messages`, `prompt` and `prompt_tokens` is given. max_tokens None = up to the context's end.
+    """Exactly one of `messages`, `prompt`, `prompt_tokens` and `prompts` is given. max_tokens None = up to the
+    context's end.
 
-    `choices` answers are made of one prompt, each with a place of its own. `top_logprobs` None = no log
+    `choices` answers are made of each prompt, all with a place of their own; of several `prompts` (texts or tokens),
+    the answers to the first come first. `top_logprobs` None = no log
     probabilities; else those of the answer's tokens and of that many alternatives each.
     """
 
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
     max_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
@@ -89,6 +92,10 @@ class GenerationRequest:
     top_logprobs: int | None = None
     format: JsonFormat | None = None
     tools: Tools | None = None
+
+    @property
+    def answer_count(self) -> int:
+        return self.choices * max(1, len(self.prompts))
 
 
 class FinishReason(StrEnum):

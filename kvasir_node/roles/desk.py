@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -107,9 +107,9 @@ class Desk:
         """See surfaces/ports.py. Cancel-safety: leaving by any way frees the place at the next token boundary."""
         if self._draining:
             raise CapacityError("this node is shutting down; ask another one, or try again later")
-        prompt = await self._tokens_of(request)
+        prompts = await self._tokens_of(request)
         plan = await self._plan(request)
-        entry, items = self._prepare(request, prompt, plan, trio.current_time())
+        entry, items = self._prepare(request, prompts, plan, trio.current_time())
         self._enter(entry)
         try:
             self._load_changed()
@@ -171,13 +171,24 @@ class Desk:
                 self._load_changed()
 
     def _prepare(
-        self, request: GenerationRequest, prompt: tuple[int, ...], plan: AnswerPlan, now: float
+        self, request: GenerationRequest, prompts: Sequence[tuple[int, ...]], plan: AnswerPlan, now: float
     ) -> tuple[Request, trio.MemoryReceiveChannel[AnswerItem]]:
         if self._draining:
             raise CapacityError("this node is shutting down; ask another one, or try again later")
-        room = self._engine.context - len(prompt)
-        if room < 1:
-            param = "messages" if request.messages is not None else "prompt"
+        send, receive = trio.open_memory_channel[AnswerItem](math.inf)
+        entry = Request(now, sum(map(len, prompts)), send, open_count=request.answer_count)
+        for prompt in prompts:
+            self._check_prompt(request, prompt)
+            for number in range(request.choices):
+                job = self._job(request, prompt, plan, number)
+                self._engine.check(job)
+                number = len(entry.choices)
+                entry.choices.append(Choice(job, ChoiceWriter(self._text, request.stop, plan, number), entry, number))
+        return entry, receive
+
+    def _check_prompt(self, request: GenerationRequest, prompt: tuple[int, ...]) -> None:
+        param = "messages" if request.messages is not None else "prompt"
+        if len(prompt) >= self._engine.context:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens; with at least one token of answer it must fit into the context "
                 f"of {self._engine.context} tokens",
@@ -185,27 +196,23 @@ class Desk:
                 code="context_length_exceeded",
             )
         if not prompt:
-            raise UsageError("the prompt is empty; send at least one token", param="prompt")
-        send, receive = trio.open_memory_channel[AnswerItem](math.inf)
-        entry = Request(now, send, open_count=request.choices)
-        for number in range(request.choices):
-            self._counter += 1
-            job = Job(
-                self._counter,
-                prompt,
-                room if request.max_tokens is None else min(request.max_tokens, room),
-                _sampling_of(request.sampling, number),
-                self._text.end_tokens,
-                top_logprobs=request.top_logprobs,
-                constraint=None if plan.grammar is None else plan.grammar.matcher(),
-            )
-            self._engine.check(job)
-            entry.choices.append(Choice(job, ChoiceWriter(self._text, request.stop, plan, number), entry, number))
-        return entry, receive
+            raise UsageError("the prompt is empty; send at least one token", param=param)
 
-    async def _tokens_of(self, request: GenerationRequest) -> tuple[int, ...]:
-        if request.messages is None and request.prompt is None:
-            return request.prompt_tokens or ()
+    def _job(self, request: GenerationRequest, prompt: tuple[int, ...], plan: AnswerPlan, choice: int) -> Job:
+        """`choice` counts within this prompt, so that seeded answers are those of the prompt alone."""
+        self._counter += 1
+        room = self._engine.context - len(prompt)
+        return Job(
+            self._counter,
+            prompt,
+            room if request.max_tokens is None else min(request.max_tokens, room),
+            _sampling_of(request.sampling, choice),
+            self._text.end_tokens,
+            top_logprobs=request.top_logprobs,
+            constraint=None if plan.grammar is None else plan.grammar.matcher(),
+        )
+
+    async def _tokens_of(self, request: GenerationRequest) -> list[tuple[int, ...]]:
         if _characters(request) < LONG_TEXT_CHARACTERS:
             return self._encode(request)
         async with self._long_tasks:
@@ -217,16 +224,16 @@ class Desk:
         async with self._long_tasks:
             return await self._run_blocking(self._dialect.plan, request)
 
-    def _encode(self, request: GenerationRequest) -> tuple[int, ...]:
-        if request.messages is None:
-            return self._text.encode(request.prompt or "")
-        return self._text.chat(request.messages, None if request.tools is None else request.tools.documents())
+    def _encode(self, request: GenerationRequest) -> list[tuple[int, ...]]:
+        if request.messages is not None:
+            return [self._text.chat(request.messages, None if request.tools is None else request.tools.documents())]
+        return [self._text.encode(each) if isinstance(each, str) else each for each in _prompts(request)]
 
     def _enter(self, entry: Request) -> None:
         """All choices find a place, or none does."""
         count, places = len(entry.choices), self._limits.slots + self._limits.queue
         if count > places:
-            raise UsageError(f"{count} choices were asked for; this node has {places} places for requests", param="n")
+            raise UsageError(f"{count} answers were asked for; this node has {places} places for requests", param="n")
         if count > self.admission.room:
             retry_after_s = self.admission.retry_after_s
             raise QueueFull(
@@ -332,7 +339,13 @@ def _sampling_of(sampling: SamplingOptions, choice: int) -> SamplingOptions:
     return sampling if sampling.seed is None else replace(sampling, seed=seed_of_choice(sampling.seed, choice))
 
 
+def _prompts(request: GenerationRequest) -> tuple[str | tuple[int, ...], ...]:
+    if request.prompts:
+        return request.prompts
+    return (request.prompt if request.prompt is not None else request.prompt_tokens or (),)
+
+
 def _characters(request: GenerationRequest) -> int:
     if request.messages is None:
-        return len(request.prompt or "")
+        return sum(len(each) for each in _prompts(request) if isinstance(each, str))
     return sum(len(str(message.get("content", ""))) for message in request.messages)

@@ -155,6 +155,7 @@ class Request:
     """What one caller asked for: its choices, and one channel for the events of them all."""
 
     arrived_at: float
+    prompt_tokens: int  # of all prompts
     # Holds at most a few events per token of the answer, so it is bounded by max_tokens and the number of choices.
     send: trio.MemorySendChannel[AnswerItem]
     choices: list[Choice] = field(default_factory=list[Choice])
@@ -181,7 +182,7 @@ class Request:
         if self.open_count:
             return ChoiceEnded(reason, choice.number)
         tokens = sum(each.tokens for each in self.choices)
-        return Finished(reason, len(choice.job.prompt), tokens, self._facts(now), choice.number)
+        return Finished(reason, self.prompt_tokens, tokens, self._facts(now), choice.number)
 
     def _facts(self, now: float) -> AnswerFacts:
         admitted = self.arrived_at if self.admitted_at is None else self.admitted_at

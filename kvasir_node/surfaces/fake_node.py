@@ -172,9 +172,9 @@ class FakeNode:
                 await trio.sleep(self.piece_s)
                 if index == self.failure_at and self.failure is not None:
                     raise self.failure
-                for choice in range(request.choices):
+                for choice in range(request.answer_count):
                     yield TextDelta(piece, choice)
-            count, last = min(limit, len(self.pieces)) * request.choices, request.choices - 1
+            count, last = min(limit, len(self.pieces)) * request.answer_count, request.answer_count - 1
             reason = FinishReason.LENGTH if limit < len(self.pieces) else FinishReason.STOP
             for choice in range(last):
                 yield ChoiceEnded(reason, choice)
@@ -188,7 +188,8 @@ class FakeNode:
 def _prompt_text(request: GenerationRequest) -> str:
     if request.messages is not None:
         return "".join(str(message["content"]) for message in request.messages)
-    return request.prompt if request.prompt is not None else "t" * len(request.prompt_tokens or ())
+    prompts = request.prompts or (request.prompt if request.prompt is not None else request.prompt_tokens or (),)
+    return "".join(prompt if isinstance(prompt, str) else "t" * len(prompt) for prompt in prompts)
 
 
 def fake_snapshot(**changes: Any) -> NodeSnapshot:

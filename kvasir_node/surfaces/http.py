@@ -125,7 +125,7 @@ class _Api:
             chat=chat,
             model=self._model(asked.model).name,
             created=int(time.time()),
-            choices=asked.generation.choices,
+            choices=asked.generation.answer_count,
             logprobs=asked.generation.top_logprobs is not None,
         )
         if asked.stream:

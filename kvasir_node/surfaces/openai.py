@@ -22,6 +22,7 @@ STOP_CHARACTERS_MAX = 512
 TOKENS_MAX = 2**31 - 1
 TEXT_MAX_TOKENS_DEFAULT = 16  # OpenAI's default of /v1/completions; a chat may go on to the context's end
 CHOICES_MAX = 16  # each takes a place of its own
+PROMPTS_MAX = 64  # times the choices of each
 TOP_LOGPROBS_MAX = 20
 BIASES_MAX = 1024
 
@@ -86,8 +87,10 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
     """The body of POST /v1/completions; raises UsageError with `param`."""
     given = _known(body, TEXT_PARAMETERS)
     max_tokens = _max_tokens(given) or TEXT_MAX_TOKENS_DEFAULT
-    prompt, top_logprobs = _prompt(given.get("prompt")), _text_logprobs(given)
-    content = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_tokens": prompt}
+    prompts, top_logprobs = _prompts(given.get("prompt")), _text_logprobs(given)
+    content: dict[str, Any] = {"prompts": prompts}
+    if len(prompts) == 1:
+        content = {"prompt" if isinstance(prompts[0], str) else "prompt_tokens": prompts[0]}
     return _request(given, max_tokens=max_tokens, top_logprobs=top_logprobs, **content)
 
 
@@ -206,18 +209,22 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A string, or token ids; a list may wrap exactly one of either."""
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Texts, or lists of token ids; one of either may stand without a list around it."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise UsageError(f"one prompt per request is supported, got a list of {len(value)}", param="prompt")
-        value = value[0]
+        if len(value) > PROMPTS_MAX:
+            raise UsageError(f"at most {PROMPTS_MAX} prompts per request, got {len(value)}", param="prompt")
+        return tuple(_prompt(each) for each in value)
+    return (_prompt(value),)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str) and value:
         return fields.unicode(value, "prompt")
     if isinstance(value, list) and value:
         if all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t <= TOKENS_MAX for t in value):
             return tuple(value)
-        raise UsageError("a list as prompt holds token ids (whole numbers from 0), or one string", param="prompt")
+        raise UsageError("a list as prompt holds token ids (whole numbers from 0), or prompts", param="prompt")
     got = "an empty one" if value in ("", []) else "none" if value is None else fields.kind(value)
     raise UsageError(f"prompt must be text or a list of token ids, and not empty; got {got}", param="prompt")
 

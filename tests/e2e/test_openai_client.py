@@ -99,6 +99,13 @@ def test_a_completion_with_the_old_shape_of_logprobs(client):
         assert top[token] == logprob == max(top.values())  # greedy
 
 
+def test_several_prompts_are_answered_as_if_each_came_alone(client):
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 6, "temperature": 1, "seed": 4}
+    alone = [client.completions.create(prompt=prompt, **fields).choices[0].text for prompt in PROMPTS[:4]]
+    together = client.completions.create(prompt=list(PROMPTS[:4]), **fields)
+    assert [(choice.index, choice.text) for choice in together.choices] == list(enumerate(alone))
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}])
 def test_streamed_choices_and_logprobs_equal_the_whole_answer(client, sampling):
     fields = {**sampling, "n": 2, "logprobs": True, "top_logprobs": 3, "max_tokens": 20}

@@ -144,8 +144,10 @@ BAD_PROMPTS = [
     "",
     [],
     [[]],
-    ["a", "b"],
-    [[1], [2]],
+    ["a", ""],
+    [[1], []],
+    ["a", 1],
+    ["a"] * 65,
     [1, -1],
     [1, "a"],
     [True],
@@ -306,6 +308,12 @@ def test_prompts_are_text_or_token_ids(prompt, text, tokens):
     assert (asked.prompt, asked.prompt_tokens, asked.messages) == (text, tokens, None)
 
 
+def test_several_prompts_stay_in_their_order():
+    asked = parse_completion({"model": "demo", "prompt": ["a", [1, 2], "c"], "n": 2}).generation
+    assert asked.prompts == ("a", (1, 2), "c")
+    assert (asked.prompt, asked.prompt_tokens, asked.answer_count) == (None, None, 6)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b"5", b"null", b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe{}", b"[" * 100_000, b"9" * 5000],
@@ -334,7 +342,7 @@ def test_any_body_is_taken_or_refused_by_name(body, parse):
     refusal, contents = None, []
     try:
         asked = parse({"model": "demo", **body}).generation
-        contents = [asked.messages, asked.prompt, asked.prompt_tokens]
+        contents = [asked.messages, asked.prompt, asked.prompt_tokens, asked.prompts or None]
     except UsageError as error:
         refusal = error
     if refusal is None:

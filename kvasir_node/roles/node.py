@@ -46,6 +46,7 @@ from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
+from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.swarm_key import SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
@@ -151,17 +152,20 @@ class Node:
             others=self._membership.members,
         )
 
-    async def pull(self, model: ModelId, store: BlockStore, catalog: Catalog) -> None:
-        """Brings a model to this disk, as a member of the swarm for as long as that takes; before `start`.
+    def add_library(self, store: BlockStore, catalog: Catalog) -> None:
+        self._puller = Puller(self.fetcher(store), catalog, models_dir(self._settings), self._membership.members)
 
-        Raises as `Puller.pull`.
-        """
-        puller = Puller(self.fetcher(store), catalog, models_dir(self._settings), self._membership.members)
+    async def pull(self, ref: str, progress: PullProgress | None = None) -> str:
+        """Brings a model to this disk, or mends it, by name or id; returns its id. Raises as `Puller.pull_ref`."""
+        return (await self._puller.pull_ref(ref, self._settings.coordinator.hold, progress)).model
+
+    async def pull_before_start(self, model: ModelId) -> None:
+        """`pull`, as a member of the swarm for as long as that takes."""
         with single_error_unwrapped():
             async with trio.open_nursery() as nursery:
                 self._keep_running(nursery, "the membership", self._membership.run)
                 self._keep_running(nursery, "joining", self._joiner.run)
-                await puller.pull(model, self._settings.coordinator.hold)
+                await self.pull(model)
                 nursery.cancel_scope.cancel()
 
     def add_worker(self, store: BlockStore, compute: Compute) -> None:
@@ -389,6 +393,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
         about = About(node_name(settings)[:128], kvasir_node.__version__, roles, transport.addresses())
         membership = Membership(transport, swarm.secret, about.to_bytes())
         node = Node(settings, transport, membership, gossip, swarm)
+        node.add_library(store, catalog)
         if "hub" in roles:
             node.add_hub()
         if isinstance(model, LoadedModel):
@@ -397,7 +402,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
             node.add_worker(store, faults.compute)
         node.serve_blocks(faults.served(store))
         if isinstance(model, str):
-            await node.pull(model, store, catalog)
+            await node.pull_before_start(model)
             node.add_coordinator(await trio.to_thread.run_sync(_load_model, settings, catalog, store), store)
         async with trio.open_nursery() as nursery:
             await node.start(nursery)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from kvasir_node.base.errors import DataError, Unreachable
+from kvasir_node.base.errors import DataError, NotFoundError, Unreachable
 from kvasir_node.base.ids import DAG_CBOR_CODEC, Cid, ModelId, PeerId, codec_of, parse_cid
 from kvasir_node.model.folder import read_experts, read_note
 from kvasir_node.model.manifest import LayerNode, Manifest, decode_layer_node, decode_manifest
@@ -77,6 +77,20 @@ class Puller:
         self._catalog = catalog
         self._models_dir = models_dir
         self._providers = providers
+        self._pulling = trio.Lock()  # two at once could write one folder
+
+    async def pull_ref(self, ref: str, hold: str, progress: Progress | None = None) -> CatalogEntry:
+        """`pull` by name or id; a checkpoint that was added from elsewhere is not touched.
+
+        Raises NotFoundError for a ref that is neither, and as `pull`.
+        """
+        entry = await self._fetcher.run_blocking(self._catalog.find, ref)
+        if entry is not None and entry.path not in (None, self._models_dir / entry.model):
+            return entry
+        model = entry.model if entry is not None else _model_id(ref)
+        if model is None:
+            raise NotFoundError(f"no model {ref!r} here, and it is not an id to fetch one by", param="model")
+        return await self.pull(model, hold, progress)
 
     async def pull(self, model: ModelId, hold: str, progress: Progress | None = None) -> CatalogEntry:
         """Fetches what is missing of a model and enters it in the catalog; `hold` as in `coordinator.hold`.
@@ -86,7 +100,8 @@ class Puller:
         """
         owner = f"pull {model}"
         try:
-            return await self._pull(model, hold, owner, progress or _LoggedProgress())
+            async with self._pulling:
+                return await self._pull(model, hold, owner, progress or _LoggedProgress())
         finally:
             self._fetcher.store.unpin(owner)
             self._fetcher.store.unpin(_file_owner(owner))

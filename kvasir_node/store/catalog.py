@@ -181,6 +181,11 @@ class Catalog:
                 f"the name {entry.name!r} is taken by the model at {where}; give another one", param="name"
             )
 
+    def index(self, entry: CatalogEntry) -> Mapping[Cid, BlockSource]:
+        """Where each block of a model was when it was indexed; nothing when there is no index."""
+        file = self._index_file(entry.model)
+        return _decode_index(self._read_file(file, INDEX_BYTES_MAX), file)[1] if file.exists() else {}
+
     def map_if_fresh(self, entry: CatalogEntry) -> bool:
         """Makes a model's blocks readable; False when its index is missing or a file is not as it was.
 

@@ -20,6 +20,8 @@ import typer
 from kvasir_node import __version__
 from kvasir_node.base.errors import KvasirError, UsageError
 from kvasir_node.base.settings import Settings, data_dir_of, default_config_path, environment, load_settings
+from kvasir_node.surfaces.bench import bench_app
+from kvasir_node.surfaces.library_commands import library_app
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.client import NodeClient
@@ -42,6 +44,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Settings: where they are, and where each value comes from.", rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+app.add_typer(library_app)
 
 
 @dataclass(frozen=True)
@@ -293,42 +297,6 @@ def _peer_id_of(key: Path) -> str:
     from kvasir_node.net.identity import load_or_create_key, peer_id_of
 
     return peer_id_of(load_or_create_key(key))
-
-
-@app.command("ls")
-def ls(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """The models on this machine."""
-    from kvasir_node.roles.library import demo_folder, open_library
-
-    _, catalog = open_library(context.obj.settings())
-    models = [{"id": e.model, "name": e.name, "path": str(e.path) if e.path else None} for e in catalog.list()]
-    if not any(model["name"] == DEMO for model in models):  # it gets its id when it is first used
-        models.insert(0, {"id": None, "name": DEMO, "path": str(demo_folder())})
-    if as_json:
-        _print_json({"schema": "kvasir.models/1", "models": models})
-        return
-    for model in models:
-        print(f"{model['name']:<24} {model['id'] or '-':<59} {model['path'] or '(fetched)'}")
-
-
-@app.command()
-def add(
-    context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint.")],
-    name: Annotated[str | None, typer.Option(help="Its name here; the folder's by default.")] = None,
-) -> None:
-    """Index a checkpoint where it lies, copying nothing, and print its model id."""
-    from kvasir_node.roles.library import open_library
-
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{100 * done // max(total, 1):3d} %", end="", file=sys.stderr, flush=True)
-
-    _, catalog = open_library(context.obj.settings())
-    entry = catalog.add(path, name=name, progress=progress)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    print(entry.model)
 
 
 @config_app.command("path")

@@ -69,6 +69,23 @@ class NodeClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
 
+    def pull(self, ref: str) -> Iterator[dict[str, Any]]:
+        """How far POST /kvasir/v1/pull is, then `{"id"}`; raises the KvasirError that ended it."""
+        try:
+            with self._client.stream("POST", "/kvasir/v1/pull", json={"model": ref}) as response:
+                if response.status_code != 200:
+                    response.read()
+                    self._document(response)
+                for line in response.iter_lines():
+                    document = json.loads(line)
+                    if "error" in document:
+                        raise _error_of(500, document["error"])
+                    yield document
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        except ValueError as error:
+            raise DataError(f"{self.url} does not answer like a node: a line is not JSON") from error
+
     def _document(self, response: httpx.Response) -> dict[str, Any]:
         try:
             document = response.json()

@@ -6,7 +6,7 @@ and leaving early behave as the real node promises, and can be watched (`busy`, 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,6 +109,16 @@ class FakeNode:
             "ticket": self.ticket(),
             "model": model,
         }
+
+    async def pull(self, ref: str, progress: Callable[[str, int, int], None] | None = None) -> str:
+        """A fetch of two steps; `failure` ends it."""
+        for done in (0, 50):
+            if progress is not None:
+                progress("fetched", done, 100)
+            await trio.sleep(self.piece_s)
+        if self.failure is not None:
+            raise self.failure
+        return FAKE_CARD.id
 
     async def drain(self) -> None:
         self._draining = True

@@ -38,6 +38,7 @@ from kvasir_node.surfaces.exchange import Exchange
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
 from kvasir_node.surfaces.ports import AnswerEvents, ModelCard, NodePort
+from kvasir_node.surfaces.pull_answer import PullAnswer
 from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
 
 BODY_TIMEOUT_S = 30.0  # a request's body must have arrived by then
@@ -68,6 +69,7 @@ def build_app(node: NodePort) -> ASGIApp:
             Route("/kvasir/v1/status", api.status),
             Route("/kvasir/v1/peers", api.peers),
             Route("/kvasir/v1/demand", api.demand),
+            Route("/kvasir/v1/pull", api.pull, methods=["POST"]),
         ],
         exception_handlers={
             KvasirError: _on_kvasir_error,
@@ -117,6 +119,13 @@ class _Api:
 
     async def demand(self, request: Request) -> Response:
         return JSONResponse(views.demand_document(self.node.snapshot()))
+
+    async def pull(self, request: Request) -> Response:
+        body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))
+        ref = body.get("model")
+        if not isinstance(ref, str) or set(body) != {"model"}:
+            raise UsageError('the body must be {"model": NAME or ID}', param="model")
+        return PullAnswer(self.node, ref)
 
     async def _answer(self, request: Request, parse: Callable[..., ApiRequest], *, chat: bool) -> Response:
         settings = self.node.settings.api

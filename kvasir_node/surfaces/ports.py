@@ -6,7 +6,7 @@ for looking at the screen without a model.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ AnswerEvents = AsyncIterator[AnswerEvent]
 
 
 class NodePort(Protocol):
-    """A running node. Every method but `generate` and `drain` is cheap and does no input or output."""
+    """A running node. Every method but `generate`, `pull` and `drain` is cheap and does no input or output."""
 
     @property
     def settings(self) -> Settings: ...
@@ -61,6 +61,14 @@ class NodePort(Protocol):
 
     def ready_info(self) -> dict[str, Any]:
         """The ready line without "api": schema, peer_id, name, roles, listen, ticket, model."""
+        ...
+
+    async def pull(self, ref: str, progress: Callable[[str, int, int], None] | None = None) -> str:
+        """Brings a model to this disk, or mends it, by name or id; returns its id.
+
+        `progress` hears the model's name, the bytes that are here, and the bytes in all. Raises any KvasirError;
+        cancelled, it keeps what came.
+        """
         ...
 
     async def drain(self) -> None:

@@ -1,0 +1,114 @@
+"""`ls`, `verify`, `rm`, `pull`: what they print and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from surfaces_helpers import serve, settings_with
+from test_cli import SCRIPT
+
+from kvasir_node.base.errors import CapacityError
+from kvasir_node.surfaces import cli
+from kvasir_node.surfaces.fake_node import FAKE_CARD, FakeNode
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name in [name for name in os.environ if name.startswith("KVASIR_")]:
+        monkeypatch.delenv(name)
+
+    def run_it(*arguments: str) -> tuple[int, str, str]:
+        code = cli.run_command(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run_it
+
+
+@pytest.fixture
+def running(tmp_path) -> Iterator[str]:
+    folder = str(tmp_path / "running")
+    with subprocess.Popen([sys.executable, str(SCRIPT), folder], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield folder
+        process.terminate()
+
+
+def test_ls_shows_sizes(run):
+    code, out, _ = run("ls", "--json")
+    document = json.loads(out)
+    assert (code, document["schema"]) == (0, "kvasir.models/1")
+    assert document["models"][0]["name"] == "demo"
+    assert document["models"][0]["bytes"] > 1 << 20
+    assert document["blocks"]["bytes"] == 0
+    code, out, _ = run("ls")
+    assert "MiB" in out
+
+
+def test_verify_reads_all_and_finds_an_edited_checkpoint(run, tmp_path):
+    checkpoint = tmp_path / "mine"
+    checkpoint.mkdir()
+    demo = Path(cli.__file__).parents[1] / "demo"
+    for file in demo.iterdir():
+        (checkpoint / file.name).write_bytes(file.read_bytes())
+    assert run("add", str(checkpoint))[0] == 0
+    code, out, err = run("verify", "mine")
+    assert (code, err) == (0, "")
+    assert "all of it right" in out
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+    code, out, err = run("verify", "--json")
+    assert code == 5
+    assert "add it again" in err
+    assert [each["path"] for each in json.loads(out)["damaged"]] == [str(checkpoint / "model.safetensors")]
+    assert run("rm", "mine") == (0, "", "mine: 0 B freed\n")
+    assert (checkpoint / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("verb", ["verify", "rm"])
+def test_what_is_not_here_is_a_usage_error(run, verb):
+    code, out, err = run(verb, "nothing")
+    assert (code, out) == (2, "")
+    assert "kvasir-node ls" in err
+
+
+def test_what_the_running_node_serves_is_not_removed(run, running):
+    code, _, err = run("rm", FAKE_CARD.id, "--data-dir", running)
+    assert code == 2
+    assert "stop it first" in err
+    code, _, err = run("rm", "another", "--data-dir", running)
+    assert "kvasir-node ls" in err
+
+
+def test_pull_goes_through_the_running_node_and_prints_the_id(run, running):
+    assert run("pull", "something", "--data-dir", running) == (0, f"{FAKE_CARD.id}\n", "")
+
+
+def test_pull_without_a_node_says_how_to_start_one(run, monkeypatch):
+    monkeypatch.setenv("KVASIR_API__LISTEN", "127.0.0.1:9")
+    code, out, err = run("pull", "something")
+    assert (code, out) == (3, "")
+    assert "kvasir-node up" in err
+
+
+async def test_the_apis_pull_tells_how_far_it_is_and_how_it_ended():
+    for failure, last in ((None, {"id": FAKE_CARD.id}), (CapacityError("the disk is full"), None)):
+        async with serve(FakeNode(settings_with(), failure=failure)) as api:
+            client = api.client
+            response = await client.post("/kvasir/v1/pull", json={"model": "x"})
+            lines = [json.loads(line) for line in response.text.splitlines()]
+            assert response.status_code == 200
+            assert lines[0] == {"model": "x", "done": 0, "total": 0} or lines[0]["total"] == 100
+            assert lines[-1] == last or lines[-1]["error"]["message"] == "the disk is full"
+            for body in ({}, {"model": 3}, {"model": "x", "y": 1}):
+                assert (await client.post("/kvasir/v1/pull", json=body)).status_code == 400

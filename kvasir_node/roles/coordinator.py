@@ -45,7 +45,7 @@ SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 
 class Coordinator:
-    """See the module. Made by `Coordinator.load`, then `run` inside the node's nursery."""
+    """See the module. `run` it inside the node's nursery."""
 
     def __init__(
         self,

@@ -107,6 +107,7 @@ class Crew:
         self._slice_at = {(e.layer, e.index): part for part in slices for e in part.experts()}
         self._members: dict[PeerId, Member] = {}
         self._counts: dict[PeerId, _Counts] = {}
+        self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
         self._token: trio.lowlevel.TrioToken | None = None
         self._nursery: trio.Nursery | None = None
         self.trials = Trials(
@@ -136,6 +137,8 @@ class Crew:
                 await trio.sleep_forever()
             finally:
                 self._nursery = None  # the computing thread may still leave notes; they start nothing any more
+                for call in tuple(self._in_flight):
+                    self._deliver(call, 0.0, Unreachable("this node is stopping"))
 
     # The computing thread's side ------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class Crew:
             member = self._members.get(call.peer)
             if call.abandoned:
                 continue
-            if member is None:
+            if member is None or self._nursery is None:
                 self._deliver(call, 0.0, Unreachable(f"worker {call.peer} is not attached any more"))
                 continue
             started = trio.current_time()
@@ -195,12 +198,14 @@ class Crew:
                 self._deliver(call, trio.current_time() - started, result)
 
             call.stream = member.calls
+            self._in_flight.add(call)
             try:
                 call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver)
             except KvasirError as error:
                 self._deliver(call, 0.0, error)
 
     def _deliver(self, call: RemoteCall, took_s: float, result: memoryview | KvasirError) -> None:
+        self._in_flight.discard(call)
         if isinstance(result, KvasirError):
             call.error = result
         else:
@@ -230,6 +235,7 @@ class Crew:
     async def _cancel_late(self, call: RemoteCall) -> None:
         """Lets an abandoned call be answered and measured for one more ceiling, then takes it back."""
         await trio.sleep(self._settings.deadline_ceiling_s)
+        self._in_flight.discard(call)
         if call.stream is not None:
             call.stream.cancel(call.id)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import trio
@@ -165,7 +166,7 @@ class Loop:
         self.transport.set_handler(EXPERTS_PROTOCOL, self.crew.serve)
 
     async def forward(self, seed: int = 0, count: int = 8) -> None:
-        """What a forward does for trials, after a tick of the coordinator: layers that want one are offered its rows."""
+        """A tick of the coordinator, then what a forward does for trials: it offers rows where one is wanted."""
         self.crew.trials.plan()
         rows, chosen, weights = random_rows(seed, count)
         for layer in sorted(self.trial_layers):
@@ -199,10 +200,20 @@ async def open_loop(
 Compute = Callable[[ExpertRequest], Sequence[bytes | memoryview]]
 
 
+class Coordinating(Protocol):
+    """What a scripted worker needs of whom it works for: `own` gives it the right answers."""
+
+    @property
+    def own(self) -> OwnExperts: ...
+
+    @property
+    def transport(self) -> MemoryTransport: ...
+
+
 class ScriptedWorker:
     """A worker's end of one call stream, which does what the test says."""
 
-    def __init__(self, loop: Loop, transport: MemoryTransport, compute: Compute | None = None) -> None:
+    def __init__(self, loop: Coordinating, transport: MemoryTransport, compute: Compute | None = None) -> None:
         self.loop = loop
         self.transport = transport
         self.compute = compute or (lambda request: answer_parts(loop.own.sums(request)))
@@ -229,11 +240,12 @@ class ScriptedWorker:
         try:
             await self.calls.run()
         finally:
+            await stream.reset()
             stopped.set()
 
     async def _handle(self, method: int, body: memoryview) -> Sequence[bytes | memoryview]:
         assert method == ExpertsMethod.COMPUTE
-        request = read_request(body, hidden_size=D)
+        request = read_request(body, hidden_size=self.loop.own.hidden_size)
         self.requests.append(request)
         self.answering += 1
         try:

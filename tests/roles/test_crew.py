@@ -501,18 +501,26 @@ async def test_law_8_a_coordinator_that_stops_blames_nobody(autojump_clock, netw
         assert Counter(view.failures for view in loop.crew.snapshot()) == {0: 1}
 
 
-async def test_notes_of_a_step_that_outlives_the_crew_do_no_harm(autojump_clock, network, checkpoint, nursery):
+async def test_a_step_that_outlives_the_crew_waits_for_nobody_and_blames_nobody(
+    autojump_clock, network, checkpoint, nursery
+):
     async with open_loop(network, make_own(checkpoint)) as loop:
         loop.crew.trials.set_scope(TrialScope.ALL)
         worker = await join(loop, network, nursery)
         await prove(loop, worker, FIRST)
         await worker.attach(SECOND)
-    call = loop.call(worker.peer, FIRST)
+        worker.silent = True
+        before = loop.call(worker.peer, FIRST)
+        await trio.sleep(0.1)
+        assert not before.done.is_set()
+    after = loop.call(worker.peer, FIRST)
     await trio.sleep(0.1)
-    assert call.done.is_set()
-    await late(loop, call)
+    for call in (before, after):
+        assert isinstance(call.error, Unreachable)
+        assert call.done.is_set()
+    await late(loop, before)
     await loop.forward()
-    assert loop.standing(worker.peer, FIRST) == "suspect"
+    assert len(loop.crew._in_flight) == 0
 
 
 async def test_law_7_tables_do_not_grow_with_workers_that_come_and_go(autojump_clock, loop, network, nursery):
@@ -526,5 +534,5 @@ async def test_law_7_tables_do_not_grow_with_workers_that_come_and_go(autojump_c
     crew = loop.crew
     assert len(crew.members()) == len(crew._times._estimates) == len(crew._slow_since) == 0
     assert loop.trial_layers == frozenset()
-    assert len(crew._nursery.child_tasks) == 0
+    assert len(crew._nursery.child_tasks) == len(crew._in_flight) == 0
     assert len(crew.trials._masks) <= len(LAYERS) * EXPERTS

@@ -1,0 +1,240 @@
+"""A coordinator with the demo model and its computing thread, scripted workers on a memory network, real time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import trio
+from fanout_fakes import ScriptedWorker
+
+from kvasir_node.base.generation import Finished, GenerationRequest, SamplingOptions, TextDelta
+from kvasir_node.base.settings import load_settings
+from kvasir_node.model.checkpoint import open_checkpoint
+from kvasir_node.model.indexing import index_checkpoint
+from kvasir_node.net.memory_net import MemoryNetwork, MemoryTransport, open_memory_network
+from kvasir_node.roles.coordinator import Coordinator
+from kvasir_node.roles.library import demo_folder
+from kvasir_node.roles.loading import load_model
+from kvasir_node.roles.own_experts import OwnExperts
+from kvasir_node.wire.messages import EXPERTS_PROTOCOL, DemandRecord, ExpertsMethod
+
+QUICK = {
+    "coordinator.slots": 1,
+    "coordinator.saturated_after_s": 0.05,
+    "coordinator.calm_after_s": 0.2,
+    "market.report_interval_s": 0.01,
+    "market.slice_bytes": 1 << 20,  # several slices of each layer
+    "node.device": "cpu",
+    # Worker and coordinator share one loop here, on a machine that may be busy: nobody is late by chance.
+    "fanout.deadline_floor_s": 10.0,
+    "fanout.deadline_ceiling_s": 10.0,
+}
+PROMPT = "She was not in the room"
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    torch.set_num_threads(1)
+    return index_checkpoint(open_checkpoint(demo_folder())).manifest
+
+
+@pytest.fixture(scope="module")
+def whole(manifest):
+    """Every expert of the model, for workers."""
+    model = load_model(demo_folder(), manifest, load_settings(flags=QUICK))
+    return OwnExperts(model.shard, model.checkpoint, model.held, 1 << 30)
+
+
+@dataclass
+class Room:
+    coordinator: Coordinator
+    network: MemoryNetwork
+    transport: MemoryTransport
+    own: OwnExperts
+    nursery: trio.Nursery
+    records: list[DemandRecord] = field(default_factory=list)
+
+    async def worker(self, name: str = "worker") -> ScriptedWorker:
+        worker = ScriptedWorker(self, self.network.transport(name))
+        await self.nursery.start(worker.run)
+        await worker.say(ExpertsMethod.ATTACH, *self.coordinator.slices, model=self.coordinator.manifest.model)
+        return worker
+
+    async def ask(self, tokens: int = 12) -> tuple[str, Finished]:
+        text = ""
+        request = GenerationRequest(prompt=PROMPT, max_tokens=tokens, sampling=SamplingOptions(temperature=0.0))
+        async with self.coordinator.generate(request) as answer:
+            async for event in answer:
+                if isinstance(event, Finished):
+                    return text, event
+                assert isinstance(event, TextDelta)
+                text += event.text
+        raise AssertionError("the answer ended without an end")
+
+    async def until(self, seen, what: str) -> None:
+        deadline = trio.current_time() + 20
+        while not seen():
+            assert trio.current_time() < deadline, f"not seen: {what}; {self.coordinator.fanout_snapshot()}"
+            await trio.sleep(0.01)
+
+    async def until_proven(self, slices: int) -> None:
+        """Asks until so many slices had the rows that their trials need."""
+        with trio.fail_after(20):
+            while len(self.coordinator.crew.ledger.proven()) < slices:
+                await self.ask(4)
+
+    @asynccontextmanager
+    async def load(self, clients: int = 3) -> AsyncIterator[list[str]]:
+        """Keeps requests going until the block ends; yields the texts of those that were answered."""
+        texts: list[str] = []
+
+        async def client() -> None:
+            while True:
+                texts.append((await self.ask())[0])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(clients):
+                nursery.start_soon(client)
+            yield texts
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_room(manifest, whole, **flags: object) -> AsyncIterator[Room]:
+    settings = load_settings(flags={**QUICK, **{key.replace("__", "."): value for key, value in flags.items()}})
+    model = load_model(demo_folder(), manifest, settings)
+    async with open_memory_network() as network, trio.open_nursery() as nursery:
+        transport = network.transport("coordinator")
+        coordinator = Coordinator(settings, model, name_of=str, address_of=str)
+        transport.set_handler(EXPERTS_PROTOCOL, coordinator.crew.serve)
+        room = Room(coordinator, network, transport, whole, nursery)
+
+        async def send(record: DemandRecord) -> None:
+            room.records.append(record)
+
+        await nursery.start(coordinator.run, send, transport.addresses)
+        yield room
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(scope="module")
+def expected(manifest, whole):
+    """What one machine alone answers."""
+
+    async def alone() -> str:
+        async with open_room(manifest, whole) as room:
+            return (await room.ask())[0]
+
+    return trio.run(alone)
+
+
+async def test_law_2_idle_is_local_and_a_burst_is_shared_and_afterwards_nothing_leaves_any_more(
+    manifest, whole, expected
+):
+    async with open_room(manifest, whole) as room:
+        worker, coordinator = await room.worker(), room.coordinator
+        for _ in range(3):
+            assert (await room.ask())[0] == expected
+        assert worker.requests == []
+        assert coordinator.fanout_snapshot().reason == "off: calm"
+        async with room.load() as texts:
+            await room.until(lambda: coordinator.fanout_snapshot().remote_pairs > 200, "remote pairs")
+            seen = coordinator.fanout_snapshot()
+            assert seen.on
+            assert seen.reason.startswith("on: queue ")
+            assert seen.trial_pairs > 0
+            assert coordinator.demand()
+        await room.until(lambda: not coordinator.desk.saturated, "calm")
+        after = (len(worker.requests), coordinator.fanout_snapshot().remote_pairs)
+        for _ in range(2):
+            text, end = await room.ask()
+            assert text == expected
+            assert end.facts.remote_pairs == 0
+        assert (len(worker.requests), coordinator.fanout_snapshot().remote_pairs) == after
+        assert coordinator.fanout_snapshot().fallbacks == 0
+        assert set(texts) == {expected}
+        assert all(wanted.want == 0 for wanted in coordinator.demand())
+
+
+async def test_law_2_while_calm_only_rows_of_experts_that_are_not_held_leave_for_work_or_trial(
+    manifest, whole, expected
+):
+    async with open_room(manifest, whole, coordinator__hold="half") as room:
+        worker, coordinator = await room.worker(), room.coordinator
+        await room.until_proven(8)
+        text, end = await room.ask()
+        assert text == expected
+        facts = end.facts
+        assert facts.remote_pairs > 0
+        per_token = len(manifest.layers) * 2
+        assert facts.local_pairs + facts.remote_pairs == per_token * (end.prompt_tokens + end.completion_tokens - 1)
+        assert {index % 2 for request in worker.requests for index in request.pair_expert.tolist()} == {1}
+        assert not coordinator.fanout_snapshot().on
+        demand = coordinator.demand()
+        assert {wanted.slice for wanted in demand} == set(coordinator.slices)
+        assert {wanted.want for wanted in demand} == {1}
+        assert sum(len(wanted.proven) for wanted in demand) >= 8
+
+
+async def test_law_5_a_worker_that_falls_silent_costs_a_moment_and_no_token(manifest, whole, expected):
+    async with open_room(
+        manifest, whole, coordinator__hold="none", fanout__deadline_ceiling_s=1.0, fanout__deadline_floor_s=1.0
+    ) as room:
+        worker, coordinator = await room.worker(), room.coordinator
+        await room.until_proven(8)
+        before = coordinator.fanout_snapshot()
+        assert (before.fallbacks, before.remote_pairs > 0) == (0, True)
+        worker.silent = True
+        with trio.fail_after(8):
+            text, end = await room.ask()
+        assert text == expected
+        assert end.facts.fallbacks > 0
+        assert end.facts.fallbacks <= end.facts.local_pairs
+        (seen,) = coordinator.crew.snapshot()
+        assert seen.state == "suspect"
+        assert coordinator.crew.ledger.proven() == ()
+        assert (await room.ask())[1].facts.remote_pairs == 0
+
+
+async def test_demand_is_told_at_once_when_it_changes_and_again_to_a_hub_that_comes(manifest, whole):
+    async with open_room(manifest, whole) as room:
+        await room.until(lambda: len(room.records) == 1, "the first record")
+        assert room.records[0].wants == ()
+        await room.ask(4)
+        await trio.sleep(0.2)
+        assert len(room.records) == 1  # a request in a calm coordinator changes nothing
+        room.coordinator.hubs_changed()
+        await room.until(lambda: len(room.records) == 2, "the record for the new hub")
+        async with room.load():
+            await room.until(lambda: any(record.wants for record in room.records), "demand")
+        await room.until(lambda: room.records[-1].wants == (), "the end of demand")
+        assert [record.sequence for record in room.records] == list(range(1, len(room.records) + 1))
+        assert len({record.epoch for record in room.records}) == 1
+        slices = {wanted.slice for record in room.records for wanted in record.wants}
+        assert slices == set(room.coordinator.slices)
+
+
+async def test_switched_off_fan_out_lets_nothing_leave_and_asks_for_nobody(manifest, whole, expected):
+    async with open_room(manifest, whole, fanout__enabled=False) as room:
+        worker = await room.worker()
+        async with room.load() as texts:
+            await room.until(lambda: room.coordinator.desk.saturated and len(texts) > 2, "saturation")
+            room.coordinator._replan(frozenset())
+            assert room.coordinator.fanout_snapshot().reason == "off: switched off by fanout.enabled"
+        assert worker.requests == []
+        assert all(record.wants == () for record in room.records)
+        assert set(texts) == {expected}
+
+
+async def test_a_coordinator_can_be_stopped_in_the_middle_of_a_step_with_calls_in_flight(manifest, whole):
+    with trio.fail_after(15):
+        async with open_room(manifest, whole, coordinator__hold="none") as room:
+            worker = await room.worker()
+            await room.until_proven(8)
+            worker.silent = True
+            room.nursery.start_soon(room.ask, 50)
+            await room.until(lambda: worker.answering > 0, "a call in flight")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -33,13 +34,12 @@ from kvasir_node.net.bench_stacks import (
     open_tls,
     read_exactly,
 )
-from kvasir_node.net.libp2p_host import Libp2pTransport
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.single_error import single_error_unwrapped
 
 MESSAGE_BYTES = 16 * 1024
 BULK_WRITE_BYTES = 1024 * 1024
-BULK_BYTES = 16 * BULK_WRITE_BYTES  # between two answers of the far end
+BULK_BYTES = 8 * BULK_WRITE_BYTES  # between two answers of the far end
 CALL_TIMEOUT_S = 30.0
 PEER_START_TIMEOUT_S = 60.0
 WARM_UP = 50  # round trips before the first that counts
@@ -47,8 +47,6 @@ ROUNDS = 8
 MEASUREMENTS = 12  # of each round, about
 
 Say = Callable[[str], None]
-Series = dict[str, list[float]]
-"""Figures by stack, one of each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +65,24 @@ async def measure(seconds: float, say: Say) -> NetFigures:
     Cancel-safety: the peer process ends with the call.
     """
     share_s = seconds / (ROUNDS * MEASUREMENTS)
+    rounds: list[dict[str, float]] = []
     with single_error_unwrapped():
-        async with _peer_process() as where, open_bench_transport() as transport:
-            pipes = await _measure_pipes(where, transport, share_s, say)
-            calls = await _measure_calls(where["kvasir"], transport, share_s, say)
-    rtt, bulk = pipes
-    middle = {name: round(statistics.median(values), 1) for name, values in (rtt | calls).items()}
+        async with _open_bench() as bench:
+            for number in range(ROUNDS):
+                say(f"round {number + 1} of {ROUNDS}")
+                rounds.append(await bench.round(share_s))
     return NetFigures(
-        rtt_16k_us={name: middle[name] for name in ("plain_tcp", "stock", "kvasir")},
-        bulk_mb_s={name: round(statistics.median(values), 1) for name, values in bulk.items()},
-        calls_per_s={name: middle[name] for name in ("one_at_a_time", "in_flight_64")},
-        call_under_bulk_us={name: middle[name] for name in ("idle", "busy")},
+        rtt_16k_us=_middle(rounds, "rtt_16k_us"),
+        bulk_mb_s=_middle(rounds, "bulk_mb_s"),
+        calls_per_s=_middle(rounds, "calls_per_s"),
+        call_under_bulk_us=_middle(rounds, "call_under_bulk_us"),
     )
+
+
+def _middle(rounds: list[dict[str, float]], kind: str) -> dict[str, float]:
+    """The median over all rounds of each "kind.name", by name."""
+    names = [key.removeprefix(f"{kind}.") for key in rounds[0] if key.startswith(f"{kind}.")]
+    return {name: round(statistics.median(each[f"{kind}.{name}"] for each in rounds), 3) for name in names}
 
 
 @asynccontextmanager
@@ -86,10 +90,12 @@ async def _peer_process() -> AsyncIterator[dict[str, Any]]:
     command = [sys.executable, "-m", "kvasir_node.net.bench_peer"]
     process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        line = b""
         with trio.move_on_after(PEER_START_TIMEOUT_S):
-            yield json.loads(await _first_line(process))
-            return
-        raise Unreachable(f"the peer process did not start within {PEER_START_TIMEOUT_S:g} s")
+            line = await _first_line(process)
+        if not line:
+            raise Unreachable(f"the peer process did not start within {PEER_START_TIMEOUT_S:g} s")
+        yield json.loads(line)
     finally:
         process.kill()
         with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]  (libp2p brings outdated trio stubs)
@@ -107,16 +113,12 @@ async def _first_line(process: trio.Process) -> bytes:
     return received
 
 
-# --- pipes ---
-
-
-async def _measure_pipes(
-    where: dict[str, Any], transport: Libp2pTransport, share_s: float, say: Say
-) -> tuple[Series, Series]:
-    """Round trips and bulk of all stacks, in turns."""
-    rtt: Series = {}
-    bulk: Series = {}
+@asynccontextmanager
+async def _open_bench() -> AsyncIterator[_Bench]:
+    """Both processes, with every pipe open and warm."""
     async with AsyncExitStack() as stack:
+        where = await stack.enter_async_context(_peer_process())
+        transport = await stack.enter_async_context(open_bench_transport())
         openers = {
             "plain_tcp": lambda: open_plain(where["plain_tcp"]),
             "tls": lambda: open_tls(where["tls"]),
@@ -125,19 +127,60 @@ async def _measure_pipes(
         }
         echoes = {name: await stack.enter_async_context(openers[name]()) for name in ("plain_tcp", "stock")}
         sinks = {name: await stack.enter_async_context(opener()) for name, opener in openers.items()}
-        for echo in echoes.values():
+        stream = await transport.open_stream(await transport.connect(where["kvasir"]), CALLS_PROTOCOL)
+        calls = CallStream(stream, handler=None, in_flight_max=CALLS_IN_FLIGHT_MAX, body_bytes_max=CALL_BYTES_MAX)
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(calls.run)
+        bench = _Bench(echoes, sinks, calls)
+        await bench.warm_up()
+        yield bench
+        nursery.cancel_scope.cancel()
+
+
+class _Bench:
+    def __init__(self, echoes: dict[str, Pipe], sinks: dict[str, Pipe], calls: CallStream) -> None:
+        self._echoes = echoes
+        self._sinks = sinks
+        self._calls = calls
+        self._body = bytes(MESSAGE_BYTES)
+
+    async def warm_up(self) -> None:
+        for echo in self._echoes.values():
             await begin(echo, ECHO, MESSAGE_BYTES)
             await _round_trips(echo, WARM_UP)
-        for sink in sinks.values():
+        for sink in self._sinks.values():
             await begin(sink, SINK, BULK_BYTES)
             await _bulk_rate(sink, 0.0)
-        for number in range(ROUNDS):
-            say(f"pipes, round {number + 1} of {ROUNDS}")
-            for name, echo in echoes.items():
-                rtt.setdefault(name, []).append(await _typical_us(lambda e=echo: _round_trips(e, 1), share_s))
-            for name, sink in sinks.items():
-                bulk.setdefault(name, []).append(await _bulk_rate(sink, share_s))
-    return rtt, bulk
+        for _ in range(WARM_UP):
+            await self.call()
+
+    async def call(self) -> None:
+        await self._calls.call(1, self._body, timeout_s=CALL_TIMEOUT_S)
+
+    async def round(self, share_s: float) -> dict[str, float]:
+        """Every figure once, by "kind.name"."""
+        found: dict[str, float] = {}
+        for name, echo in self._echoes.items():
+            found[f"rtt_16k_us.{name}"] = await _typical_us(partial(_round_trips, echo, 1), share_s)
+        found["rtt_16k_us.kvasir"] = await _typical_us(self.call, share_s)
+        for name, sink in self._sinks.items():
+            found[f"bulk_mb_s.{name}"] = await _bulk_rate(sink, share_s)
+        found["calls_per_s.one_at_a_time"] = await _calls_per_s(self.call, 1, share_s)
+        found[f"calls_per_s.in_flight_{CALLS_IN_FLIGHT_MAX}"] = await _calls_per_s(
+            self.call, CALLS_IN_FLIGHT_MAX, share_s
+        )
+        found["call_under_bulk_us.idle"] = await _typical_us(self.call, share_s)
+        found["call_under_bulk_us.busy"] = await self._call_beside_bulk_us(share_s)
+        return found
+
+    async def _call_beside_bulk_us(self, share_s: float) -> float:
+        enough = trio.Event()
+        typical_us = 0.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_bulk_until, self._sinks["kvasir"], enough)
+            typical_us = await _typical_us(self.call, share_s)
+            enough.set()
+        return typical_us
 
 
 async def _round_trips(pipe: Pipe, count: int) -> None:
@@ -161,43 +204,23 @@ async def _typical_us(action: Callable[[], Awaitable[object]], during_s: float) 
 
 async def _bulk_rate(pipe: Pipe, during_s: float) -> float:
     """MB/s (10^6) from the first byte sent to the far end's word that it has the last."""
-    block, sent_bytes = bytes(BULK_WRITE_BYTES), 0
-    started_at = perf_counter()
+    sent_bytes, started_at = 0, perf_counter()
     while not sent_bytes or perf_counter() - started_at < during_s:
-        for _ in range(BULK_BYTES // BULK_WRITE_BYTES):
-            await pipe.send(block)
-        await read_exactly(pipe, 1)
+        await _send_bulk(pipe)
         sent_bytes += BULK_BYTES
     return sent_bytes / (perf_counter() - started_at) / 1e6
 
 
-# --- calls ---
+async def _bulk_until(pipe: Pipe, enough: trio.Event) -> None:
+    while not enough.is_set():
+        await _send_bulk(pipe)
 
 
-async def _measure_calls(addresses: list[str], transport: Libp2pTransport, share_s: float, say: Say) -> Series:
-    peer = await transport.connect(addresses)
-    stream = await transport.open_stream(peer, CALLS_PROTOCOL)
-    calls = CallStream(stream, handler=None, in_flight_max=CALLS_IN_FLIGHT_MAX, body_bytes_max=CALL_BYTES_MAX)
-    body, found = bytes(MESSAGE_BYTES), Series()
-
-    async def call() -> None:
-        await calls.call(1, body, timeout_s=CALL_TIMEOUT_S)
-
-    async with trio.open_nursery() as nursery, open_kvasir(transport, addresses) as sink:
-        nursery.start_soon(calls.run)
-        await begin(sink, SINK, BULK_BYTES)
-        for number in range(ROUNDS):
-            say(f"calls, round {number + 1} of {ROUNDS}")
-            found.setdefault("kvasir", []).append(await _typical_us(call, 2 * share_s))
-            found.setdefault("one_at_a_time", []).append(await _calls_per_s(call, 1, share_s))
-            found.setdefault("in_flight_64", []).append(await _calls_per_s(call, CALLS_IN_FLIGHT_MAX, share_s))
-            found.setdefault("idle", []).append(await _typical_us(call, share_s))
-            async with trio.open_nursery() as beside:
-                beside.start_soon(_bulk_rate, sink, 1e9)
-                found.setdefault("busy", []).append(await _typical_us(call, share_s))
-                beside.cancel_scope.cancel()
-        nursery.cancel_scope.cancel()
-    return found
+async def _send_bulk(pipe: Pipe) -> None:
+    block = bytes(BULK_WRITE_BYTES)
+    for _ in range(BULK_BYTES // BULK_WRITE_BYTES):
+        await pipe.send(block)
+    await read_exactly(pipe, 1)
 
 
 async def _calls_per_s(call: Callable[[], Awaitable[None]], at_once: int, during_s: float) -> float:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -79,11 +80,9 @@ async def _listen(nursery: trio.Nursery, handler: Any) -> int:
 
 
 async def _serve_until_broken(pipe: Pipe) -> None:
-    try:
+    # Every stack ends with errors of its own, and libp2p raises anything; the end of a pipe is all they mean here.
+    with suppress(Exception):
         await serve_pipe(pipe)
-    except Exception as error:
-        # Every stack ends with errors of its own, and libp2p raises anything; an end is all that it means here.
-        print(f"a pipe ended: {error!r}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ async def open_stock(addresses: Sequence[str]) -> AsyncIterator[StockPipe]:
         stream = await host.new_stream(peer.peer_id, [TProtocol(PIPE_PROTOCOL)])
         yield StockPipe(stream)
         await stream.reset()
+        await host.disconnect(peer.peer_id)  # or its socket stays open
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from libp2p.io.exceptions import ConnectionClosedError
 
 Buffer = bytes | bytearray | memoryview
 HANDSHAKE_READ_BYTES = 64 * 1024
+UNSENT_BYTES = 64 * 1024  # that the kernel may hold: more cost a wake-up less each MB, and a small call some waiting
 PARTS_MAX = 512  # of one send; the kernel takes 1024
 
 
@@ -57,6 +58,8 @@ class TcpStream(ReadWriteCloser):
     def __init__(self, stream: trio.SocketStream) -> None:
         self._socket = socket.socket(fileno=stream.socket.detach())
         self._socket.setblocking(False)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # where trio sets 16 KiB
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._remote_address = self._peer_name()
         self._is_drained = True  # the last receive got less than it had room for: the next one has to wait
 

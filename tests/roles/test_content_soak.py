@@ -83,7 +83,7 @@ async def test_law_6_faulty_providers_cost_a_fifth_at_most_and_never_a_wrong_byt
     liar = OnePercentServer(source)
     liar._run_blocking = BlockServer(source)._run_blocking
     healthy_s, faulty_s = [], []
-    for number in range(3):
+    for number in range(5):
         for name in ("a", "b"):
             (tmp_path / f"{name}{number}").mkdir()
         took_s, _ = await fetch(tmp_path / f"a{number}", source, blob, healthy)

@@ -77,7 +77,7 @@ class FanoutSettings:
     enabled: bool = True
     when: str = "saturated"  # saturated | always (for tests and benchmarks)
     deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
-    deadline_floor_s: float = 0.05 * SECONDS  # ... but never less than this
+    deadline_floor_s: float = 0.15 * SECONDS  # ... but never less than this: a busy machine is no silent worker
     deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
     spot_check_ratio: float = 0.01  # share of remote calls that are recomputed and compared
     trial_rows_max: int = 16  # rows of one trial

@@ -172,6 +172,7 @@ class Engine:
 
         Raises BadLogits or ConstraintFailed that name a job, or whatever the expert dispatch raises.
         """
+        self._cache.discard()  # of a step that raised
         forwards = []
         if self._running:
             forwards.append(self._decode(sorted(self._running.values(), key=lambda seat: seat.slot)))
@@ -180,6 +181,7 @@ class Engine:
         for forward in forwards:
             self._check_logits(forward)
         chosen = [self._choose(forward) for forward in forwards]
+        self._cache.commit()
         return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
     def _decode(self, seats: Sequence[_Seat]) -> _Forward:
@@ -190,7 +192,8 @@ class Engine:
         return _Forward(seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
 
     def _prefill(self, seat: _Seat) -> _Forward:
-        chunk = seat.job.prompt[seat.fed : seat.fed + self._prefill_chunk]
+        size = self._prefill_chunk if self._trunk.splits_prompts else len(seat.job.prompt)
+        chunk = seat.job.prompt[seat.fed : seat.fed + size]
         self._cache.begin([seat.slot], [seat.fed], len(chunk))
         logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), self._cache)
         fed = seat.fed + len(chunk)
@@ -268,8 +271,8 @@ class Engine:
     def _release(self, seat: _Seat) -> None:
         if seat in self._joining:
             self._joining.remove(seat)
-        # One position or one chunk beyond `fed` may have been written by a forward that then failed.
-        written = min(seat.fed + max(1, self._prefill_chunk), self.context)
+        # One position, one chunk or the prompt beyond `fed` may have been written by a forward that then failed.
+        written = min(max(seat.fed + self._prefill_chunk, len(seat.job.prompt)), self.context)
         self._cache.clear(seat.slot, written)
         self._free.append(seat.slot)
 

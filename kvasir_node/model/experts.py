@@ -12,14 +12,14 @@ import threading
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.nn import functional
+from torch.nn.functional import linear
 
 from kvasir_node.base.errors import BugError, DataError
 from kvasir_node.base.ids import ExpertId
-from kvasir_node.model.checkpoint import PARTS, Checkpoint, ExpertMaths
+from kvasir_node.model.checkpoint import Checkpoint
+from kvasir_node.model.expert_parts import ExpertWeights, decode
+from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.tensor_file import read_tensor
-
-_Matrices = tuple[torch.Tensor, torch.Tensor]  # gate and up in one [2I, D]; down [D, I]
 
 
 class ExpertShard:
@@ -40,19 +40,19 @@ class ExpertShard:
         self.device = torch.device(device)
         self._writing = threading.Lock()
         # Replaced as a whole by writers, so that a computing thread keeps the layer it started with.
-        self._layers: dict[int, dict[int, _Matrices]] = {}
+        self._layers: dict[int, dict[int, ExpertWeights]] = {}
 
     def add(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes gate [I, D], up [I, D] and down [D, I], in any float dtype; they are copied or converted.
+        """Takes the parts of an expert as its checkpoint stores them; they are decoded or copied.
 
-        Raises DataError when a part is missing or misshapen.
+        Raises DataError when a part is missing, misshapen or in a form that these maths do not have.
         """
-        self._check(expert, tensors)
-        gate_up = torch.cat((tensors["gate"], tensors["up"])).to(self.device, self.dtype)
-        # `to` returns its argument when nothing changes; the caller's buffer may be reused afterwards.
-        down = tensors["down"].to(self.device, self.dtype, copy=True)
+        try:
+            weights = decode(self.maths, tensors, self.hidden_size, self.expert_hidden_size, self.dtype, self.device)
+        except DataError as error:
+            raise DataError(f"expert {expert.index} of layer {expert.layer}: {error}") from error
         with self._writing:
-            layer = {**self._layers.get(expert.layer, {}), expert.index: (gate_up, down)}
+            layer = {**self._layers.get(expert.layer, {}), expert.index: weights}
             self._layers = {**self._layers, expert.layer: layer}
 
     def remove(self, expert: ExpertId) -> None:
@@ -70,7 +70,10 @@ class ExpertShard:
     @property
     def expert_bytes(self) -> int:
         """Memory of one expert in the compute dtype."""
-        return 3 * self.hidden_size * self.expert_hidden_size * self.dtype.itemsize
+        up_rows = self.maths.up_rows(self.expert_hidden_size)
+        weights = up_rows * self.hidden_size + self.hidden_size * self.expert_hidden_size
+        biases = up_rows + self.hidden_size if self.maths.bias else 0
+        return (weights + biases) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -97,9 +100,9 @@ class ExpertShard:
         order = torch.argsort(pair_expert, stable=True)
         pair_row, pair_weight = pair_row[order], pair_weight[order]
         experts, counts = torch.unique_consecutive(pair_expert[order], return_counts=True)
-        chosen = [self._matrices(layer, index) for index in experts.tolist()]
+        chosen = [self._weights(layer, index) for index in experts.tolist()]
         states = rows.to(self.dtype)[pair_row].split(counts.tolist())  # one contiguous group per expert
-        outputs = torch.cat([_expert(state, matrices) for state, matrices in zip(states, chosen, strict=True)])
+        outputs = torch.cat([self._expert(state, weights) for state, weights in zip(states, chosen, strict=True)])
         weighted = outputs.to(torch.float32) * pair_weight.to(torch.float32)[:, None]
         return torch.zeros(rows.shape, dtype=torch.float32, device=rows.device).index_add_(0, pair_row, weighted)
 
@@ -115,33 +118,23 @@ class ExpertShard:
         """The slow, obvious version that `compute` is held to: one pair after the other."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for row, index, weight in zip(pair_row.tolist(), pair_expert.tolist(), pair_weight.tolist(), strict=True):
-            gate_up, down = self._matrices(layer, index)
-            gate, up = gate_up.chunk(2)
-            state = rows[row].to(self.dtype)
-            total[row] += weight * (down @ (functional.silu(gate @ state) * (up @ state))).to(torch.float32)
+            expert = self._weights(layer, index)
+            inner = expert.up @ rows[row].to(self.dtype)
+            inner = inner if expert.up_bias is None else inner + expert.up_bias
+            output = expert.down @ self.maths.gated(inner)
+            output = output if expert.down_bias is None else output + expert.down_bias
+            total[row] += weight * output.to(torch.float32)
         return total
 
-    def _matrices(self, layer: int, index: int) -> _Matrices:
+    def _expert(self, states: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+        inner = self.maths.gated(linear(states, weights.up, weights.up_bias))  # [n, I]
+        return linear(inner, weights.down, weights.down_bias)  # [n, D]
+
+    def _weights(self, layer: int, index: int) -> ExpertWeights:
         try:
             return self._layers[layer][index]
         except KeyError:
             raise BugError(f"expert {index} of layer {layer} was to be computed here but is not held") from None
-
-    def _check(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
-        wide, tall = (self.expert_hidden_size, self.hidden_size), (self.hidden_size, self.expert_hidden_size)
-        for part in PARTS:
-            shape = tuple(tensors[part].shape) if part in tensors else None
-            expected = tall if part == "down" else wide
-            if shape != expected:
-                raise DataError(
-                    f"expert {expert.index} of layer {expert.layer}: {part} has the shape {shape}, expected {expected}"
-                )
-
-
-def _expert(state: torch.Tensor, matrices: _Matrices) -> torch.Tensor:
-    gate_up, down = matrices
-    gate, up = functional.linear(state, gate_up).chunk(2, dim=-1)  # [n, I] each
-    return functional.linear(functional.silu(gate).mul_(up), down)  # [n, D]
 
 
 def load_from_checkpoint(

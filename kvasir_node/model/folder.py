@@ -37,7 +37,7 @@ NOTE_BYTES_MAX = 1 << 20
 TRUNK_FILE = "trunk.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _LAYER_FILE = re.compile(r"experts-[0-9]{1,6}-[a-z]{1,16}\.safetensors\Z")
-_KEY = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.([a-z_]{1,32})\Z")
+_KEY = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]{1,32})\Z")
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvasir_node.base.content import BlockSource, FilePiece, Piece, read_source, source_bytes, split_pieces
 from kvasir_node.base.errors import DataError
 from kvasir_node.base.ids import DAG_CBOR_CODEC, Cid, ExpertId, ModelId, cid_of
-from kvasir_node.model.checkpoint import PARTS, Checkpoint, TensorRange, expert_file, expert_file_bytes
+from kvasir_node.model.checkpoint import Checkpoint, TensorRange, expert_file
 from kvasir_node.model.manifest import LayerNode, Manifest, encode_layer_node, encode_manifest, is_safe_name
 from kvasir_node.wire.blobs import BlobRef, encode_blob_node
 from kvasir_node.wire.blocks import BLOCK_BYTES_MAX
@@ -51,15 +51,16 @@ def index_checkpoint(
     """Hashes a checkpoint; blocks the calling thread for about a second per GB, and holds one block in memory.
 
     `name` defaults to the folder's name and is part of what the model id names. `block_bytes` is at most 1 MiB.
-    Raises DataError when experts differ in dtype, when a file changed meanwhile, or when a blob is too large.
+    Raises DataError when the experts of a layer are stored differently, when a file changed meanwhile, or when a blob
+    is too large.
     """
     if not 1 <= block_bytes <= BLOCK_BYTES_MAX:
         raise DataError(f"a block has 1 to {BLOCK_BYTES_MAX} bytes; got store.block_bytes = {block_bytes}")
     indexer = _Indexer(block_bytes, _all_bytes(checkpoint), progress)
     files = {file: indexer.add_file(checkpoint.path / file) for file in checkpoint.side_files}
     config = files.pop(CONFIG_FILE, None)
-    if config is None:
-        raise DataError(f"the checkpoint {checkpoint.path.name} has no {CONFIG_FILE}")
+    if config is None:  # a GGUF file holds it in other words
+        config = indexer.add_blob((json.dumps(checkpoint.config, sort_keys=True).encode(),))
     trunk = indexer.add_blob(trunk_pieces(checkpoint.trunk))
     layer_nodes = {layer: _add_layer(indexer, checkpoint, layer) for layer in checkpoint.layers}
     manifest = Manifest(
@@ -72,8 +73,7 @@ def index_checkpoint(
         chosen_per_row=checkpoint.chosen_per_row,
         hidden_size=checkpoint.hidden_size,
         expert_hidden_size=checkpoint.expert_hidden_size,
-        dtype=checkpoint.expert_dtype,
-        expert_bytes=expert_file_bytes(checkpoint.parts(ExpertId(checkpoint.layers[0], 0))),
+        layer_parts={layer: checkpoint.parts(ExpertId(layer, 0)) for layer in checkpoint.layers},
         files=files,
         trunk=trunk,
     )
@@ -125,20 +125,20 @@ def _all_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _add_layer(indexer: _Indexer, checkpoint: Checkpoint, layer: int) -> Cid:
+    first = checkpoint.parts(ExpertId(layer, 0))
     experts = [ExpertId(layer, index) for index in range(checkpoint.experts_per_layer)]
+    if odd := next((expert for expert in experts if checkpoint.parts(expert) != first), None):
+        raise DataError(
+            f"expert {odd.index} of layer {layer} is stored unlike expert 0: a model whose experts differ within a "
+            "layer cannot be shared; convert it to one dtype"
+        )
     return indexer.add_node(
         encode_layer_node(LayerNode(layer, tuple(indexer.add_blob(_expert_pieces(checkpoint, e)) for e in experts)))
     )
 
 
 def _expert_pieces(checkpoint: Checkpoint, expert: ExpertId) -> tuple[Piece, ...]:
-    parts = checkpoint.parts(expert)
-    if odd := {dtype for dtype, _, _ in parts.values()} - {checkpoint.expert_dtype}:
-        raise DataError(
-            f"expert {expert.index} of layer {expert.layer} is partly {odd.pop()}, others are "
-            f"{checkpoint.expert_dtype}; a model whose experts differ in dtype cannot be shared: convert it to one"
-        )
-    return (expert_file(parts), *(_piece(checkpoint.experts[expert][part]) for part in PARTS))
+    return (expert_file(checkpoint.parts(expert)), *(_piece(tensor) for tensor in checkpoint.experts[expert].values()))
 
 
 @dataclass(slots=True)

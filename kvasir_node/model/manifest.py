@@ -3,16 +3,19 @@
 The model's id is the Cid of its manifest. Canonical CBOR (dag-cbor), every Cid binary, a blob is `[Cid, size]`:
 
     manifest  {v, kind: "manifest", name, family, config: blob, maths: {…}, layer_nodes: [[layer, Cid], …],
-               experts_per_layer, chosen_per_row, hidden_size, expert_hidden_size, dtype, expert_bytes,
+               experts_per_layer, chosen_per_row, hidden_size, expert_hidden_size,
+               forms: [[[part, dtype, [size, …]], …], …], layer_forms: [form of each layer, …],
                files: {name: blob, …}, trunk: blob}
     layer     {v, kind: "layer", layer, experts: [blob, …]}   one per expert, in order
 
 The trunk is one safetensors file of all tensors that are not routed experts; an expert is a safetensors file of its
-gate, up and down. This module does not know where blocks are stored, how they travel, or how weights are computed.
+parts, and a form says which. All experts of a layer have one form; quantised checkpoints have layers of several. This
+module does not know where blocks are stored, how they travel, or how weights are computed.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +34,9 @@ from kvasir_node.base.ids import (
     cid_to_bytes,
     codec_of,
 )
-from kvasir_node.model.tensor_file import EXPERT_DTYPES, ITEM_BYTES, TensorSpec, expert_file_bytes
+from kvasir_node.model.expert_parts import PARTS_MAX, check_parts, in_order
+from kvasir_node.model.maths import ExpertMaths
+from kvasir_node.model.tensor_file import DIMENSIONS_MAX, DTYPES, TensorSpec, expert_file_bytes
 from kvasir_node.wire.blobs import BLOB_BLOCKS_MAX, BlobRef
 from kvasir_node.wire.blocks import BLOCK_BYTES_MAX
 from kvasir_node.wire.codec import Fields, decode, encode
@@ -40,6 +45,7 @@ VERSION = 1
 LAYERS_MAX = 4096
 EXPERTS_MAX = 16_384  # of one layer; its node then stays under one block
 FILES_MAX = 64
+FORMS_MAX = 64
 MATHS_FIELDS_MAX = 32
 SIZE_MAX = 1 << 20  # of a dimension
 _BLOB_BYTES_MAX = BLOB_BLOCKS_MAX * BLOCK_BYTES_MAX
@@ -59,8 +65,7 @@ class Manifest:
     chosen_per_row: int
     hidden_size: int
     expert_hidden_size: int
-    dtype: str  # of the experts' tensors, as safetensors spells it
-    expert_bytes: int  # of one expert's file
+    layer_parts: Mapping[int, Mapping[str, TensorSpec]]  # of any expert of each layer, in the order of its file
     files: Mapping[str, BlobRef]  # tokenizer and the like, without config.json
     trunk: BlobRef
 
@@ -72,9 +77,16 @@ class Manifest:
     def model(self) -> ModelId:
         return ModelId(cid_of(encode_manifest(self), DAG_CBOR_CODEC))
 
-    def expert_parts(self) -> dict[str, TensorSpec]:
-        """What `parse_expert_file` needs to know of any expert of this model. Raises DataError for a foreign dtype."""
-        return _expert_parts(self.dtype, self.hidden_size, self.expert_hidden_size)
+    def expert_parts(self, layer: int) -> dict[str, TensorSpec]:
+        """What `parse_expert_file` needs to know of any expert of a layer. Raises DataError for one without experts."""
+        parts = self.layer_parts.get(layer)
+        if parts is None:
+            raise DataError(f"model {self.name} has no experts in layer {layer}")
+        return dict(parts)
+
+    def expert_bytes(self, layer: int) -> int:
+        """Length of one expert's file."""
+        return expert_file_bytes(self.expert_parts(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    forms, layer_forms = _forms_out(manifest)
     data = encode(
         {
             "v": VERSION,
@@ -104,8 +117,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "chosen_per_row": manifest.chosen_per_row,
             "hidden_size": manifest.hidden_size,
             "expert_hidden_size": manifest.expert_hidden_size,
-            "dtype": manifest.dtype,
-            "expert_bytes": manifest.expert_bytes,
+            "forms": forms,
+            "layer_forms": layer_forms,
             "files": {name: _blob_out(blob) for name, blob in manifest.files.items()},
             "trunk": _blob_out(manifest.trunk),
         }
@@ -122,26 +135,25 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         maths, files = _pop_map(value, "maths", MATHS_FIELDS_MAX), _pop_map(value, "files", FILES_MAX)
         fields = Fields(value, "manifest")
         _check_kind(fields, "manifest")
+        layer_nodes = _layer_nodes(fields)
         manifest = Manifest(
             name=_checked_name(fields.text("name", 128), "name"),
             family=_checked_name(fields.text("family", 128), "family"),
             config=_blob_in("config", _pair(fields, "config")),
             maths=_checked_maths(maths),
-            layer_nodes=_layer_nodes(fields),
+            layer_nodes=layer_nodes,
             experts_per_layer=(experts := fields.integer("experts_per_layer", 1, EXPERTS_MAX)),
             chosen_per_row=fields.integer("chosen_per_row", 1, experts),
             hidden_size=fields.integer("hidden_size", 1, SIZE_MAX),
             expert_hidden_size=fields.integer("expert_hidden_size", 1, SIZE_MAX),
-            dtype=fields.text("dtype", 16),
-            expert_bytes=fields.integer("expert_bytes", 1, _BLOB_BYTES_MAX),
+            layer_parts=_layer_parts(fields, tuple(layer_nodes)),
             files={_checked_name(name, "files"): _blob_in("files", blob) for name, blob in files.items()},
             trunk=_blob_in("trunk", _pair(fields, "trunk")),
         )
         fields.end()
     except Misbehaved as error:
         raise DataError(str(error)) from error
-    if manifest.expert_bytes != (expected := expert_file_bytes(manifest.expert_parts())):
-        raise DataError(f"manifest.expert_bytes must be {expected} by the sizes and dtype; got {manifest.expert_bytes}")
+    _check_forms(manifest)
     return manifest
 
 
@@ -164,18 +176,21 @@ def decode_layer_node(data: bytes | memoryview, manifest: Manifest, layer: int) 
         raise DataError(
             f"layer node.experts of layer {layer} has {len(experts)} of {manifest.experts_per_layer} experts"
         )
-    if any(blob.size != manifest.expert_bytes for blob in experts):
-        raise DataError(f"layer node.experts of layer {layer} must all have {manifest.expert_bytes} bytes")
+    if any(blob.size != (expected := manifest.expert_bytes(layer)) for blob in experts):
+        raise DataError(f"layer node.experts of layer {layer} must all have {expected} bytes")
     return LayerNode(layer, experts)
 
 
 def slices_of(manifest: Manifest, slice_bytes: int) -> tuple[SliceId, ...]:
     """Cuts every layer into runs of experts, as equal as can be, each of at most `slice_bytes` (or one expert)."""
-    count = manifest.experts_per_layer
-    most = max(1, min(count, slice_bytes // manifest.expert_bytes))
-    runs = -(-count // most)
-    cuts = [count * run // runs for run in range(runs + 1)]
-    return tuple(SliceId(layer, first, end - 1) for layer in manifest.layers for first, end in pairwise(cuts))
+    slices: list[SliceId] = []
+    for layer in manifest.layers:
+        count = manifest.experts_per_layer
+        most = max(1, min(count, slice_bytes // manifest.expert_bytes(layer)))
+        runs = -(-count // most)
+        cuts = [count * run // runs for run in range(runs + 1)]
+        slices += (SliceId(layer, first, end - 1) for first, end in pairwise(cuts))
+    return tuple(slices)
 
 
 def _check_kind(fields: Fields, kind: str) -> None:
@@ -190,12 +205,55 @@ def _checked_name(name: str, field: str) -> str:
     return name
 
 
-def _expert_parts(dtype: str, hidden_size: int, expert_hidden_size: int) -> dict[str, TensorSpec]:
-    if dtype not in EXPERT_DTYPES:
-        raise DataError(f"manifest.dtype must be one of {', '.join(EXPERT_DTYPES)}; got {dtype!r}")
-    nbytes = hidden_size * expert_hidden_size * ITEM_BYTES[dtype]
-    wide, tall = (expert_hidden_size, hidden_size), (hidden_size, expert_hidden_size)
-    return {"gate": (dtype, wide, nbytes), "up": (dtype, wide, nbytes), "down": (dtype, tall, nbytes)}
+def _forms_out(manifest: Manifest) -> tuple[list[Any], list[int]]:
+    """The distinct forms in the order of the first layer that has each, and every layer's number."""
+    forms: list[Any] = []
+    numbers: list[int] = []
+    for layer in manifest.layers:
+        form = [[part, dtype, list(shape)] for part, (dtype, shape, _) in manifest.layer_parts[layer].items()]
+        if form not in forms:
+            forms.append(form)
+        numbers.append(forms.index(form))
+    return forms, numbers
+
+
+def _layer_parts(fields: Fields, layers: tuple[int, ...]) -> dict[int, dict[str, TensorSpec]]:
+    forms = fields.items("forms", FORMS_MAX, _form_in)
+    numbers = fields.items("layer_forms", LAYERS_MAX, lambda value: value)
+    # One spelling for each manifest: forms are numbered as layers first use them, and none is unused.
+    firsts = list(dict.fromkeys(numbers)) if all(type(number) is int for number in numbers) else None
+    is_plain = firsts == list(range(len(forms))) and all(forms.index(form) == n for n, form in enumerate(forms))
+    if not is_plain or len(numbers) != len(layers):
+        raise DataError(f"manifest.layer_forms must number the {len(forms)} forms for {len(layers)} layers")
+    return {layer: dict(forms[number]) for layer, number in zip(layers, numbers, strict=True)}
+
+
+def _form_in(value: Any) -> dict[str, TensorSpec]:
+    form: dict[str, TensorSpec] = {}
+    for part in value if type(value) is list and len(value) <= PARTS_MAX else [None]:
+        match part:
+            case [str(name), str(dtype), [*shape]] if dtype in DTYPES and name not in form and _are_sizes(shape):
+                form[name] = (dtype, tuple(shape), math.prod(shape) * DTYPES[dtype].itemsize)
+            case _:
+                raise DataError(f"manifest.forms must be lists of [part, dtype, sizes]; got {part!r:.80}")
+    return form
+
+
+def _are_sizes(shape: list[Any]) -> bool:
+    return len(shape) <= DIMENSIONS_MAX and all(type(size) is int and 1 <= size <= SIZE_MAX for size in shape)
+
+
+def _check_forms(manifest: Manifest) -> None:
+    maths = ExpertMaths.from_dict(manifest.maths)
+    for layer, parts in manifest.layer_parts.items():
+        try:
+            check_parts(maths, parts, manifest.hidden_size, manifest.expert_hidden_size)
+        except DataError as error:
+            raise DataError(f"manifest.forms of layer {layer}: {error}") from error
+        if list(parts) != in_order(parts):
+            raise DataError(f"manifest.forms of layer {layer} must be in the order {in_order(parts)}")
+        if manifest.expert_bytes(layer) > _BLOB_BYTES_MAX:
+            raise DataError(f"manifest.forms of layer {layer}: an expert has more than {_BLOB_BYTES_MAX} bytes")
 
 
 def _checked_maths(maths: Mapping[str, Any]) -> Mapping[str, Any]:

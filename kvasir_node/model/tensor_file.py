@@ -23,7 +23,6 @@ from kvasir_node.base.errors import DataError
 
 HEADER_BYTES_MAX = 100_000_000  # the reference reader's own limit
 DIMENSIONS_MAX = 8
-PARTS = ("gate", "up", "down")  # of one expert, in the order of its file
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 
@@ -44,7 +43,14 @@ ITEM_BYTES: Mapping[str, int] = {
     "I64": 8,
     "F64": 8,
 }
-EXPERT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = {  # those an expert may have
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 TensorSpec = tuple[str, tuple[int, ...], int]
 """(dtype as safetensors spells it, shape, nbytes)."""
@@ -121,12 +127,11 @@ def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def expert_file(parts: Mapping[str, TensorSpec]) -> bytes:
-    """The canonical header of an expert's safetensors file; the bytes of gate, up and down follow it in that order."""
+    """The canonical header of an expert's safetensors file; the bytes of its parts follow it, in the same order."""
     _check_parts(parts)
     header: dict[str, Any] = {}
     end = 0
-    for part in PARTS:
-        dtype, shape, nbytes = parts[part]
+    for part, (dtype, shape, nbytes) in parts.items():
         header[part] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
@@ -140,7 +145,7 @@ def expert_file_bytes(parts: Mapping[str, TensorSpec]) -> int:
 
 
 def parse_expert_file(data: bytes | bytearray | memoryview, parts: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """The tensors of an expert's file that must have exactly these parts.
+    """The tensors of an expert's file that must have exactly these parts, in this order.
 
     A writable buffer is viewed, not copied, and must not change while the tensors live; a read-only one is copied
     once. Nothing of the file steers anything: its header must equal, byte for byte, the one that `parts` prescribe.
@@ -158,25 +163,25 @@ def parse_expert_file(data: bytes | bytearray | memoryview, parts: Mapping[str, 
     buffer = bytearray(view) if view.readonly else view
     tensors: dict[str, torch.Tensor] = {}
     offset = len(header)
-    for part in PARTS:
-        tensors[part] = _as_tensor(buffer, offset, parts[part])
-        offset += parts[part][2]
+    for part, spec in parts.items():
+        tensors[part] = _as_tensor(buffer, offset, spec)
+        offset += spec[2]
     return tensors
 
 
 def _as_tensor(buffer: bytearray | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
     dtype, shape, _ = spec
-    flat = torch.frombuffer(buffer, dtype=EXPERT_DTYPES[dtype], count=math.prod(shape), offset=offset)
+    flat = torch.frombuffer(buffer, dtype=DTYPES[dtype], count=math.prod(shape), offset=offset)
     return flat.view(shape)
 
 
 def _check_parts(parts: Mapping[str, TensorSpec]) -> None:
-    if set(parts) != set(PARTS):
-        raise DataError(f"an expert has the parts {', '.join(PARTS)}; got {', '.join(sorted(parts)) or 'none'}")
+    if not parts:
+        raise DataError("an expert has at least one part; got none")
     for part, (dtype, shape, nbytes) in parts.items():
-        if dtype not in EXPERT_DTYPES:
-            raise DataError(f"an expert's {part} is {dtype}; only {', '.join(EXPERT_DTYPES)} can be computed")
-        if nbytes != math.prod(shape) * ITEM_BYTES[dtype] or nbytes == 0:
+        if dtype not in DTYPES:
+            raise DataError(f"an expert's {part} is {dtype}; only {', '.join(DTYPES)} can be read")
+        if nbytes != math.prod(shape) * DTYPES[dtype].itemsize or nbytes == 0:
             raise DataError(f"an expert's {part} of shape {list(shape)} in {dtype} cannot have {nbytes} bytes")
 
 

@@ -9,9 +9,7 @@ D model width, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +17,19 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
 from kvasir_node.base.errors import DataError
+from kvasir_node.model.architecture import CONFIG_ERRORS, architecture_of, identity_experts, is_experts, layer_of
 from kvasir_node.model.cache import SlotCache
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.model.families import Family, Masks
+from kvasir_node.model.trunk_weights import decoded_trunk, needs_decoding
 
-_CLASSES: Mapping[str, str] = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
 # These rescale all rotations by the longest row of a batch, so that an answer would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_EXPERTS_MODULE = re.compile(r"model\.layers\.([0-9]+)\..*\bexperts\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,49 +86,92 @@ class LocalDispatch:
         return RowTally(local=[self._pairs_per_row] * self._rows, remote=none, fallback=none, hedged=none)
 
 
+class _NoExperts:
+    """Adds nothing; for a forward that only shows what each layer keeps in the cache."""
+
+    def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(rows)
+
+
+class _Switch:
+    """What all stubs of one trunk hand their rows to."""
+
+    def __init__(self, dispatch: ExpertDispatch) -> None:
+        self.current: ExpertDispatch | _NoExperts = dispatch
+
+
 class _ExpertsStub(nn.Module):
     """Stands where a family's fused experts were; without parameters. transformers passes no layer index here."""
 
-    def __init__(self, layer: int, dispatch: ExpertDispatch) -> None:
+    def __init__(self, layer: int, experts: int, identities: int, switch: _Switch) -> None:
         super().__init__()
-        self._layer = layer
-        self._dispatch = dispatch
+        self.layer = layer
+        self._experts = experts
+        self._identities = identities
+        self._switch = switch
 
     def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self._dispatch(self._layer, hidden_states, chosen, weights).to(hidden_states.dtype)
+        if self._identities == 0:
+            return self._switch.current(self.layer, hidden_states, chosen, weights).to(hidden_states.dtype)
+        # Ids beyond the experts mean the row itself. Their pairs go along with weight 0, so that every row keeps K.
+        is_identity = chosen >= self._experts
+        own = (weights * is_identity).sum(-1, keepdim=True) * hidden_states
+        sums = self._switch.current(
+            self.layer, hidden_states, chosen % self._experts, weights.masked_fill(is_identity, 0)
+        )
+        return (sums + own).to(hidden_states.dtype)
 
 
 class Trunk:
     """A loaded trunk. One forward at a time."""
 
-    def __init__(self, model: nn.Module, config: Any, dispatch: ExpertDispatch, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, config: Any, traits: Family, dispatch: ExpertDispatch, switch: _Switch
+    ) -> None:
         self._model = model
+        self._traits = traits
         self._dispatch = dispatch
+        self._switch = switch
         self._window: int | None = getattr(config, "sliding_window", None) or None
-        self._masks_by_type = config.model_type == "qwen2_moe"  # its layers pick a mask by their type
-        self.device = device
+        # Eager attention adds its mask to the scores; sdpa takes a bool one.
+        self._adds_masks = config._attn_implementation == "eager"
+        self.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
         self.layer_count: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.context_max: int = config.max_position_embeddings
-        self._kv_heads: int = config.num_key_value_heads
-        self._head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.splits_prompts = traits.splits_prompts
 
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
+    @torch.inference_mode()
     def new_cache(self, slots: int, context: int) -> SlotCache:
-        return SlotCache(self.layer_count, slots, self._kv_heads, context, self._head_width, self.dtype, self.device)
+        """A cache with all its memory. What each layer keeps is seen from one token sent through the trunk alone."""
+        cache = SlotCache(slots, context, self.device)
+        cache.begin([0], [0], 1)
+        self._switch.current = _NoExperts()
+        try:
+            self._run(torch.zeros((1, 1), dtype=torch.int64, device=self.device), cache)
+        finally:
+            self._switch.current = self._dispatch
+        cache.discard()
+        cache.clear(0, 1)
+        return cache
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, cache: SlotCache) -> tuple[torch.Tensor, RowTally]:
         """One forward over the rows and positions that `cache.begin` was given.
 
-        tokens [B, Q] int64 -> logits [B, V] float32 of each row's last token, and the tally of its B × Q rows.
-        Raises what the dispatch raises.
+        tokens [B, Q] int64 -> logits [B, V] float32 of each row's last token, and the tally of its B × Q rows. The
+        caller decides by `cache.commit` or `cache.discard` whether recurrent states move on. Raises what the dispatch
+        raises.
         """
         self._dispatch.begin(tokens.numel())
+        return self._run(tokens, cache), self._dispatch.tally()
+
+    def _run(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         output = self._model(
             input_ids=tokens,
             position_ids=cache.positions,
@@ -144,42 +180,59 @@ class Trunk:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1].float(), self._dispatch.tally()
+        return output.logits[:, -1].float()
 
-    def _masks(self, cache: SlotCache) -> torch.Tensor | dict[str, torch.Tensor]:
-        if self._masks_by_type:
-            return {"full_attention": cache.mask(None), "sliding_attention": cache.mask(self._window)}
-        return cache.mask(self._window)  # Qwen3-MoE and Mixtral: a window, if set, holds for every layer
+    def _masks(self, cache: SlotCache) -> torch.Tensor | dict[str, torch.Tensor | None]:
+        if self._traits.masks is Masks.BY_TYPE:
+            full = self._mask(cache, None)
+            return {
+                "full_attention": full,
+                "sliding_attention": full if self._window is None else self._mask(cache, self._window),
+                "linear_attention": None,  # only tells padding, and there is none
+                "conv": None,
+            }
+        return self._mask(cache, self._window if self._traits.masks is Masks.WINDOW else None)
+
+    def _mask(self, cache: SlotCache, window: int | None) -> torch.Tensor:
+        seen = cache.mask(window)
+        if not self._adds_masks:
+            return seen
+        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            ~seen, torch.finfo(self.dtype).min
+        )
 
 
 def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str, dispatch: ExpertDispatch) -> Trunk:
-    """Loads all of a checkpoint but its routed experts; the weights stay mapped files until they are touched.
+    """Loads all of a checkpoint but its routed experts; the weights stay mapped files until they are touched, unless
+    they are quantised.
 
     Never uses the network nor code from the checkpoint. Raises DataError when a weight is missing or misshapen, or
     the config asks for something whose answers would depend on the batch.
     """
     checkpoint = open_checkpoint(path)
+    architecture = architecture_of(checkpoint.config)
     _quieten()
-    base = _model_class(checkpoint.family)
+    config = architecture.config
+    switch = _Switch(dispatch)
+    is_decoded = needs_decoding(checkpoint)
     try:
-        config = base.config_class.from_pretrained(checkpoint.path, local_files_only=True)
         config.output_router_logits = False
         _check_config(config)
-        model, report = _without_experts(base, dispatch).from_pretrained(
-            checkpoint.path,
+        model, report = _without_experts(architecture.model_class, switch).from_pretrained(
+            None if is_decoded else checkpoint.path,
             config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa" if architecture.model_class._supports_sdpa else "eager",
+            state_dict=decoded_trunk(checkpoint, dtype) if is_decoded else None,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported instead of raised: _check_report then says which
         )
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (*CONFIG_ERRORS, SafetensorError) as error:
         raise DataError(f"loading the trunk of {checkpoint.path.name}: {str(error)[:300]}") from error
     _check_report(checkpoint, model, report)
-    place = torch.device(device)
-    return Trunk(model.to(place).eval(), config, dispatch, place)
+    return Trunk(model.to(torch.device(device)).eval(), config, architecture.traits, dispatch, switch)
 
 
 def _quieten() -> None:
@@ -188,34 +241,35 @@ def _quieten() -> None:
     transformers.utils.logging.set_verbosity(logging.ERROR)
 
 
-def _model_class(family: str) -> Any:
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, _CLASSES[family])
-
-
-def _without_experts(base: Any, dispatch: ExpertDispatch) -> Any:
+def _without_experts(base: Any, switch: _Switch) -> Any:
     """A subclass that swaps the expert modules while the model is still on the meta device and costs nothing."""
 
     class WithoutExperts(base):
         # Only silences the report: `open_checkpoint` has already checked that every expert is there.
-        _keys_to_ignore_on_load_unexpected = (r"\.experts\.",)
+        _keys_to_ignore_on_load_unexpected = (
+            *(base._keys_to_ignore_on_load_unexpected or ()),
+            r"\.experts\.",
+            r"\.block_sparse_moe\.(input|output)_linear\.",
+        )
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             for name, module in list(self.named_modules()):
-                match = _EXPERTS_MODULE.match(name)
-                if match is not None and isinstance(getattr(module, "down_proj", None), torch.Tensor):
+                if is_experts(name, module):
+                    stub = _ExpertsStub(layer_of(name), module.down_proj.shape[0], identity_experts(module), switch)
                     parent, _, leaf = name.rpartition(".")
-                    setattr(self.get_submodule(parent), leaf, _ExpertsStub(int(match[1]), dispatch))
+                    setattr(self.get_submodule(parent), leaf, stub)
 
-    WithoutExperts.__name__ = base.__name__  # transformers compares it with the checkpoint's "architectures"
+    # transformers goes by these where it chooses how to rename a checkpoint's keys.
+    WithoutExperts.__name__, WithoutExperts.__module__ = base.__name__, base.__module__
     return WithoutExperts
 
 
 def _check_config(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-        raise DataError(f"rotary embeddings of the type {rope['rope_type']!r} are not supported")
+    for settings in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # one, or one by layer type
+        if settings.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            raise DataError(f"rotary embeddings of the type {settings['rope_type']!r} are not supported")
 
 
 def _check_report(checkpoint: Checkpoint, model: nn.Module, report: Mapping[str, Any]) -> None:
@@ -223,7 +277,7 @@ def _check_report(checkpoint: Checkpoint, model: nn.Module, report: Mapping[str,
         if report[problem]:
             found = ", ".join(map(str, sorted(report[problem], key=str)[:5]))
             raise DataError(f"the trunk of {checkpoint.path.name}: {problem.replace('_', ' ')}: {found[:300]}")
-    stubbed = tuple(sorted(m._layer for m in model.modules() if isinstance(m, _ExpertsStub)))
+    stubbed = tuple(sorted(m.layer for m in model.modules() if isinstance(m, _ExpertsStub)))
     if stubbed != checkpoint.layers:
         raise DataError(
             f"{checkpoint.family}: routed experts were found in the layers {stubbed}, expected {checkpoint.layers}"

@@ -88,7 +88,6 @@ class Assembly:
         for expert in held:
             self._held.setdefault(expert.layer, []).append(expert.index)
         self._which = which
-        self._parts = manifest.expert_parts()
         self._whole = models_dir / manifest.model
         self._unfinished = models_dir / f"{manifest.model}{UNFINISHED}"
         self._folder = self._whole if self._whole.is_dir() else self._unfinished
@@ -128,7 +127,8 @@ class Assembly:
     @property
     def total_bytes(self) -> int:
         """Of all that the folder is to have."""
-        layers = sum(len(self._experts_of(layer)) for layer in self._manifest.layers) * self._manifest.expert_bytes
+        manifest = self._manifest
+        layers = sum(len(self._experts_of(layer)) * manifest.expert_bytes(layer) for layer in manifest.layers)
         return layers + sum(blob.size for _, blob in self._plain_files())
 
     def finish(self) -> tuple[Path, AssembledModel]:
@@ -172,9 +172,9 @@ class Assembly:
     def _write_layer(self, layer: int) -> None:
         name = self._layer_name(layer)
         with self._new_file(name) as file:
-            file.write(layer_file_header(layer, self._experts_of(layer), self._parts))
+            file.write(layer_file_header(layer, self._experts_of(layer), self._manifest.expert_parts(layer)))
             for blob in self._blobs_of(layer):
-                self._copy(blob, file, expert_file(self._parts))
+                self._copy(blob, file, expert_file(self._manifest.expert_parts(layer)))
         self._note = replace(self._note, layer_files={**self._note.layer_files, layer: name})
         self._save_note()
         self._present[layer] = frozenset(self._experts_of(layer))
@@ -247,7 +247,8 @@ class Assembly:
     def _expert_sources(self, layer: int, file: Path) -> dict[Cid, tuple[BlobRef, tuple[Piece, ...]]]:
         blobs = self._layers[layer].experts
         ranges = read_experts([(layer, file)])
-        return {blobs[e.index].cid: (blobs[e.index], expert_pieces(self._parts, found)) for e, found in ranges.items()}
+        parts = self._manifest.expert_parts(layer)
+        return {blobs[e.index].cid: (blobs[e.index], expert_pieces(parts, found)) for e, found in ranges.items()}
 
     def _adopt(self, blob: BlobRef, pieces: Sequence[Piece]) -> None:
         """From now on the blob's blocks are read from where the pieces lie."""

@@ -252,7 +252,7 @@ class Coordinator:
             ttl_s=self._settings.market.demand_ttl_s,
             model=self.manifest.model,
             model_name=self.manifest.name,
-            slice_bytes=max(part.count for part in self.slices) * self.manifest.expert_bytes,
+            slice_bytes=max(part.count * self.manifest.expert_bytes(part.layer) for part in self.slices),
             addresses=addresses,
             slots=self._settings.coordinator.slots,
             busy=admission.busy,

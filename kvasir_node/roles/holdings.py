@@ -74,10 +74,9 @@ class Holdings:
         two experts.
         """
         held = self._reserve(lease, model, manifest, frozenset(experts))
-        parts = manifest.expert_parts()
         for expert, blob in experts.items():
             if not held.shard.holds(expert):
-                await self._run_blocking(self._read_in, held.shard, expert, blob, parts)
+                await self._run_blocking(self._read_in, held.shard, expert, blob, manifest.expert_parts(expert.layer))
         await self._run_blocking(_self_test, held.shard, tuple(experts))
 
     def _read_in(self, shard: ExpertShard, expert: ExpertId, blob: BlobRef, parts: Mapping[str, TensorSpec]) -> None:

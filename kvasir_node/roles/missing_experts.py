@@ -47,7 +47,7 @@ class MissingExperts:
             blob = node.experts[expert.index]
             await self._fetcher.fetch_blobs(providers, [blob])
             data = await self._fetcher.run_blocking(read_blob, self._fetcher.store, blob)
-            return parse_expert_file(data, self._manifest.expert_parts())
+            return parse_expert_file(data, self._manifest.expert_parts(expert.layer))
         raise PeerError(f"it did not come within {FETCH_TIMEOUT_S:g} s")
 
     def _read_node(self, layer: int) -> LayerNode:

@@ -19,6 +19,7 @@ from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_o
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.model import manifest as manifests
 from kvasir_node.model.manifest import LayerNode, Manifest
+from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.tensor_file import TensorSpec, expert_file, parse_expert_file, parse_json_object, read_header
 from kvasir_node.net.muxer_frames import FrameReader
 from kvasir_node.net.rpc_frames import FrameAssembler, Kind, decode_error, pack_header
@@ -40,14 +41,13 @@ MANIFEST = Manifest(
     name="tiny",
     family="qwen3_moe",
     config=BlobRef(cid_of(b"config"), 100),
-    maths={"activation": "silu", "form": "glu"},
+    maths=ExpertMaths().to_dict(),
     layer_nodes={0: cid_of(b"layer 0", DAG_CBOR_CODEC), 2: cid_of(b"layer 2", DAG_CBOR_CODEC)},
     experts_per_layer=2,
     chosen_per_row=1,
     hidden_size=4,
     expert_hidden_size=2,
-    dtype="F32",
-    expert_bytes=_expert.size,
+    layer_parts={0: PARTS, 2: PARTS},
     files={"tokenizer.json": BlobRef(cid_of(b"tokenizer"), 9)},
     trunk=_node,
 )

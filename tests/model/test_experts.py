@@ -107,9 +107,9 @@ def test_an_expert_that_is_not_held_is_the_callers_bug():
 def test_misshapen_or_missing_matrices_are_refused():
     shard = ExpertShard(ExpertMaths(), D, WIDE)
     good = random_expert(torch.Generator().manual_seed(0))
-    with pytest.raises(DataError, match=r"down has the shape \(16, 24\), expected \(24, 16\)"):
+    with pytest.raises(DataError, match=r"expert 0 of layer 0: down has the shape \[16, 24\], expected \[24, 16\]"):
         shard.add(ExpertId(0, 0), good | {"down": good["gate"]})
-    with pytest.raises(DataError, match="up has the shape None"):
+    with pytest.raises(DataError, match="no up matrix"):
         shard.add(ExpertId(0, 0), {"gate": good["gate"], "down": good["down"]})
     assert shard.nbytes == 0
 

@@ -56,7 +56,7 @@ def test_experts_come_back_equal_to_the_checkpoints_tensors(sharded):
     for layer in manifest.layers:
         node = decode_layer_node(read_source(indexed.blocks[manifest.layer_nodes[layer]]), manifest, layer)
         for index, blob in enumerate(node.experts):
-            tensors = parse_expert_file(read_blob(indexed, blob), manifest.expert_parts())
+            tensors = parse_expert_file(read_blob(indexed, blob), manifest.expert_parts(layer))
             for part, tensor in tensors.items():
                 expected = read_tensor(checkpoint.experts[ExpertId(layer, index)][part])
                 assert torch.equal(tensor, expected)

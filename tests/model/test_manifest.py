@@ -17,7 +17,8 @@ from kvasir_node.model.manifest import (
     is_safe_name,
     slices_of,
 )
-from kvasir_node.model.tensor_file import expert_file_bytes
+from kvasir_node.model.maths import ExpertMaths
+from kvasir_node.model.tensor_file import TensorSpec
 from kvasir_node.wire.blobs import BlobRef
 
 
@@ -29,25 +30,31 @@ def blob(text: str, size: int = 100) -> BlobRef:
     return BlobRef(cid_of(text.encode()), size)
 
 
+MATHS = ExpertMaths()
+PARTS: dict[str, TensorSpec] = {
+    "gate": ("BF16", (16, 8), 256),
+    "up": ("BF16", (16, 8), 256),
+    "down": ("BF16", (8, 16), 256),
+}
+OTHER_PARTS: dict[str, TensorSpec] = PARTS | {"down": ("F32", (8, 16), 512)}
 MANIFEST = Manifest(
     name="tiny",
     family="qwen3_moe",
     config=blob("config"),
-    maths={"activation": "silu", "form": "glu"},
+    maths=MATHS.to_dict(),
     layer_nodes={1: node("layer 1"), 3: node("layer 3")},
     experts_per_layer=4,
     chosen_per_row=2,
     hidden_size=8,
     expert_hidden_size=16,
-    dtype="BF16",
-    expert_bytes=3 * 8 * 16 * 2 + 200,
+    layer_parts={1: PARTS, 3: OTHER_PARTS},
     files={"tokenizer.json": blob("tokenizer")},
     trunk=BlobRef(node("trunk"), 5 << 20),
 )
-MANIFEST = dataclasses.replace(MANIFEST, expert_bytes=expert_file_bytes(MANIFEST.expert_parts()))
-LAYER = LayerNode(1, tuple(blob(f"expert {n}", MANIFEST.expert_bytes) for n in range(4)))
+LAYER = LayerNode(1, tuple(blob(f"expert {n}", MANIFEST.expert_bytes(1)) for n in range(4)))
 ENCODED = encode_manifest(MANIFEST)
 FIELDS = cbor2.loads(ENCODED)
+FORM, OTHER_FORM = FIELDS["forms"]
 LAYER_FIELDS = cbor2.loads(encode_layer_node(LAYER))
 
 
@@ -63,7 +70,7 @@ def test_a_manifest_comes_back_and_its_cid_is_the_model_id():
 
 
 def test_the_id_never_changes_by_accident():
-    assert MANIFEST.model == "bafyreicaefrlkigdljfc3vsmrgbolvy4ncgua6ff4mwdgitd2bcewtagmi"
+    assert MANIFEST.model == "bafyreihcgqkwyocxujz4ydgmuu4334fiz3w72woduqodhwvt5flyqy3ciy"
 
 
 RAW, NODE = cid_to_bytes(cid_of(b"x")), cid_to_bytes(node("x"))
@@ -101,11 +108,31 @@ RAW, NODE = cid_to_bytes(cid_of(b"x")), cid_to_bytes(node("x"))
         ({"experts_per_layer": 1 << 40}, "manifest.experts_per_layer"),
         ({"chosen_per_row": 5}, "manifest.chosen_per_row"),
         ({"hidden_size": 0}, "manifest.hidden_size"),
-        ({"hidden_size": 9}, "manifest.expert_bytes"),
+        ({"hidden_size": 9}, "manifest.forms of layer 1: gate has the shape"),
         ({"expert_hidden_size": 2.5}, "manifest.expert_hidden_size"),
-        ({"dtype": "F8"}, "manifest.dtype"),
-        ({"dtype": "F32"}, "manifest.expert_bytes"),
-        ({"expert_bytes": 1}, "manifest.expert_bytes"),
+        ({"maths": MATHS.to_dict() | {"gate": "other"}}, "the gate is 'other'"),
+        ({"maths": {"activation": "silu"}}, "unknown or missing in their maths: alpha, bias"),
+        ({"maths": MATHS.to_dict() | {"bias": True}}, "gate has no bias"),
+        ({"forms": []}, "manifest.layer_forms"),
+        ({"forms": [FORM]}, "manifest.layer_forms"),
+        ({"forms": [FORM, FORM]}, "manifest.layer_forms"),
+        ({"forms": [FORM, OTHER_FORM, []]}, "manifest.layer_forms"),
+        ({"forms": [OTHER_FORM[::-1], FORM]}, "must be in the order"),
+        ({"forms": [FORM[:2], OTHER_FORM]}, "layer 1: no down matrix"),
+        ({"forms": [FORM + FORM[:1], OTHER_FORM]}, "manifest.forms"),
+        ({"forms": [[["gate", "F64", [16, 8]], *FORM[1:]], OTHER_FORM]}, "manifest.forms"),
+        ({"forms": [[["gate", "U8", [16, 8]], *FORM[1:]], OTHER_FORM]}, "gate is U8; supported: F32"),
+        ({"forms": [[["gate", "BF16", [16, -8]], *FORM[1:]], OTHER_FORM]}, "manifest.forms"),
+        ({"forms": [[["gate", "BF16", [1 << 20] * 9], *FORM[1:]], OTHER_FORM]}, "manifest.forms"),
+        ({"forms": [[["gate_q4_k", "U8", [16, 8]], *FORM[1:]], OTHER_FORM]}, "which cannot be decoded"),
+        ({"forms": [[["other", "BF16", [16, 8]], *FORM[1:]], OTHER_FORM]}, "'other' is not a part"),
+        ({"forms": [FORM] * 65}, "manifest.forms"),
+        ({"forms": [FORM * 9, OTHER_FORM]}, "manifest.forms"),
+        ({"layer_forms": [1, 0]}, "manifest.layer_forms"),
+        ({"layer_forms": [0, 0]}, "manifest.layer_forms"),
+        ({"layer_forms": [0, True]}, "manifest.layer_forms"),
+        ({"layer_forms": [0, [1]]}, "manifest.layer_forms"),
+        ({"layer_forms": [0, 1, 1]}, "manifest.layer_forms"),
         ({"files": {"../x": [RAW, 1]}}, "manifest.files"),
         ({"files": {"a/b": [RAW, 1]}}, "manifest.files"),
         ({"files": {".hidden": [RAW, 1]}}, "manifest.files"),
@@ -200,8 +227,8 @@ def test_slices_cover_each_layer_once_in_runs_as_equal_as_can_be(experts, slice_
         assert [expert.index for part in mine for expert in part.experts()] == list(range(experts))
         counts = {part.count for part in mine}
         assert max(counts) - min(counts) <= 1
-        assert max(counts) == 1 or max(counts) * manifest.expert_bytes <= slice_bytes
-        most = max(1, slice_bytes // manifest.expert_bytes)
+        assert max(counts) == 1 or max(counts) * manifest.expert_bytes(layer) <= slice_bytes
+        most = max(1, slice_bytes // manifest.expert_bytes(layer))
         assert len(mine) == -(-experts // most)
 
 

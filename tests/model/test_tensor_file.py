@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 from kvasir_node.base.errors import DataError
 from kvasir_node.model.tensor_file import (
-    EXPERT_DTYPES,
+    DTYPES,
     expert_file,
     expert_file_bytes,
     parse_expert_file,
@@ -159,19 +159,18 @@ def test_the_file_of_an_expert_has_a_fixed_spelling():
         b'"down":{"dtype":"BF16","shape":[4,3],"data_offsets":[48,72]}}   '
     )
     assert expert_file_bytes(PARTS) == len(expert_file(PARTS)) + 72
-    assert expert_file(dict(reversed(PARTS.items()))) == expert_file(PARTS)
 
 
 def some_expert(dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, tuple[int, ...], int]], bytes]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"gate": (3, 4), "up": (3, 4), "down": (4, 3)}
-    tensors = {p: torch.randn(s, generator=generator).to(EXPERT_DTYPES[dtype]) for p, s in shapes.items()}
+    tensors = {p: torch.randn(s, generator=generator).to(DTYPES[dtype]) for p, s in shapes.items()}
     specs = {p: (dtype, shapes[p], t.nbytes) for p, t in tensors.items()}
     data = expert_file(specs) + b"".join(bytes(tensors[p].view(torch.uint8).numpy()) for p in shapes)
     return tensors, specs, data
 
 
-@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_experts_file_is_a_valid_safetensors_file_and_comes_back(tmp_path, dtype):
     tensors, specs, data = some_expert(dtype)
     assert set(read(tmp_path, data)) == set(tensors)
@@ -215,9 +214,8 @@ def test_a_file_for_other_shapes_is_refused():
 @pytest.mark.parametrize(
     "parts",
     [
-        {"gate": PARTS["gate"], "up": PARTS["up"]},
-        PARTS | {"bias": PARTS["up"]},
-        PARTS | {"up": ("F8_E4M3", (3, 4), 12)},
+        {},
+        PARTS | {"up": ("F8_E5M2", (3, 4), 12)},
         PARTS | {"up": ("BF16", (3, 4), 23)},
         PARTS | {"up": ("BF16", (0, 4), 0)},
     ],
@@ -228,4 +226,4 @@ def test_parts_that_are_no_expert_are_refused(parts):
 
 
 def test_item_sizes_agree_with_torch():
-    assert all(math.prod((2, 3)) * d.itemsize == torch.zeros(2, 3, dtype=d).nbytes for d in EXPERT_DTYPES.values())
+    assert all(math.prod((2, 3)) * d.itemsize == torch.zeros(2, 3, dtype=d).nbytes for d in DTYPES.values())

@@ -75,6 +75,8 @@ def tiny_checkpoint(folder: Path) -> Path:
         "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "head_dim": 4,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

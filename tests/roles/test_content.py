@@ -429,6 +429,8 @@ def tiny_checkpoint(folder: Path) -> Path:
         "num_experts": experts,
         "num_experts_per_tok": 2,
         "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 4,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -451,7 +453,7 @@ async def test_a_slice_is_fetched_by_the_models_id_alone(tmp_path):
             assert manifest == indexed.manifest
             assert [str(expert.index) for expert in experts] == ["1", "2"]
             for expert, blob in experts.items():
-                tensors = parse_expert_file(read_blob(store, blob), manifest.expert_parts())
+                tensors = parse_expert_file(read_blob(store, blob), manifest.expert_parts(expert.layer))
                 for part, tensor in tensors.items():
                     assert torch.equal(tensor, read_tensor(checkpoint.experts[expert][part]))
             for wrong in (SliceId(2, 0, 1), SliceId(1, 0, 4)):

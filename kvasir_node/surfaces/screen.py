@@ -1,11 +1,13 @@
 """The live screen in a real terminal: redraws a few times a second, reads keys, and always gives the terminal back.
 
-It does not know what is drawn (`tui.render`) nor what quitting means.
+It does not know what is drawn (`tui.render`) nor what quitting means. The terminal is given back at a suspension
+(Ctrl-Z) too, and taken again once the shell has put us in its foreground; in the background the node goes on unseen.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import termios
 import tty
@@ -17,6 +19,7 @@ from dataclasses import replace
 import trio
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from kvasir_node.surfaces.ports import NodePort
 from kvasir_node.surfaces.tui import Frame, render
@@ -41,54 +44,109 @@ async def terminal_screen(
     """Shows the node while the context is open; the event is set when `q` is pressed or input ends."""
     quit_key = trio.Event()
     console = _console(no_color)
-    with keys_at_once(sys.stdin.fileno()), _alternate_screen(console) as live:
-        view = _View(node, console, live, Frame(api, lines, ascii_only=not console.encoding.startswith("utf")))
+    frame = Frame(api, lines, ascii_only=not console.encoding.startswith("utf"))
+    with _taken_terminal(console, sys.stdin.fileno()) as terminal:
+        view = _View(node, console, terminal, frame)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(view.redraw_forever)
-            nursery.start_soon(view.read_keys, sys.stdin.fileno(), quit_key)
+            nursery.start_soon(view.read_keys, quit_key)
+            nursery.start_soon(view.follow_job_control)
             yield quit_key
             nursery.cancel_scope.cancel()
 
 
 @contextmanager
-def keys_at_once(fd: int) -> Iterator[None]:
-    """Keys arrive one by one and are not echoed; Ctrl-C stays a signal. Restores what was, whatever happens."""
-    before = termios.tcgetattr(fd)
+def _taken_terminal(console: Console, fd: int) -> Iterator[_Terminal]:
+    """Restores what was, whatever happens."""
+    terminal = _Terminal(console, fd)
     try:
-        tty.setcbreak(fd)
-        yield
+        terminal.take()
+        yield terminal
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        terminal.give_back()
 
 
-@contextmanager
-def _alternate_screen(console: Console) -> Iterator[Live]:
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        yield live
+class _Terminal:
+    """Ours or the shell's. While it is ours, the alternate screen is shown, keys come one by one and have no echo."""
+
+    def __init__(self, console: Console, fd: int) -> None:
+        self.fd = fd
+        self.is_ours = False
+        self._before = termios.tcgetattr(fd)
+        self._live = Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+
+    def is_foreground(self) -> bool:
+        """Whether the shell lets us use it: a job in the background that tries is stopped."""
+        try:
+            return os.tcgetpgrp(self.fd) == os.getpgrp()
+        except OSError:  # not the terminal of our session, so there is no job control on it
+            return True
+
+    def take(self) -> None:
+        if not self.is_ours and self.is_foreground():
+            self.is_ours = True
+            self._before = termios.tcgetattr(self.fd)
+            tty.setcbreak(self.fd)  # Ctrl-C and Ctrl-Z stay signals
+            self._live.start()
+
+    def give_back(self) -> None:
+        if self.is_ours:
+            self.is_ours = False
+            self._live.stop()
+            if self.is_foreground():
+                termios.tcsetattr(self.fd, termios.TCSADRAIN, self._before)
+
+    def show(self, text: Text) -> None:
+        """Draws only while it is ours."""
+        if self.is_ours and self.is_foreground():
+            self._live.update(text, refresh=True)
 
 
 class _View:
     """What is shown, and which keys change it."""
 
-    def __init__(self, node: NodePort, console: Console, live: Live, frame: Frame) -> None:
-        self.node, self.console, self.live, self.frame = node, console, live, frame
+    def __init__(self, node: NodePort, console: Console, terminal: _Terminal, frame: Frame) -> None:
+        self.node, self.console, self.terminal, self.frame = node, console, terminal, frame
 
     def redraw(self) -> None:
         width, height = self.console.size
-        self.live.update(render(self.node.snapshot(), self.frame, width, height), refresh=True)
+        self.terminal.show(render(self.node.snapshot(), self.frame, width, height))
 
     async def redraw_forever(self) -> None:
         while True:
+            self.terminal.take()
             self.redraw()
             await trio.sleep(REDRAW_S)
 
-    async def read_keys(self, fd: int, quit_key: trio.Event) -> None:
+    async def read_keys(self, quit_key: trio.Event) -> None:
         while True:
-            await trio.lowlevel.wait_readable(fd)
-            keys = os.read(fd, KEY_BYTES_MAX)
+            await trio.lowlevel.wait_readable(self.terminal.fd)
+            if not self.terminal.is_ours or not self.terminal.is_foreground():
+                await trio.sleep(REDRAW_S)  # what is typed now is the shell's
+                continue
+            keys = os.read(self.terminal.fd, KEY_BYTES_MAX)
             if not keys or b"q" in keys.lower():
                 quit_key.set()
                 return
             if b"?" in keys:
                 self.frame = replace(self.frame, help=not self.frame.help)
                 self.redraw()
+
+    async def follow_job_control(self) -> None:
+        """Ctrl-Z gives the terminal back before it stops us; whoever continues us may have changed the terminal."""
+        with trio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT) as signals:
+            async for number in signals:
+                self.terminal.give_back()
+                if number == signal.SIGTSTP:
+                    _stop()
+                self.terminal.take()
+                self.redraw()
+
+
+def _stop() -> None:
+    """As if we had never caught the signal: the system does not stop a process that nobody could continue."""
+    ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)  # returns when we are continued
+    signal.signal(signal.SIGTSTP, ours)

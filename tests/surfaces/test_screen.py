@@ -1,4 +1,7 @@
-"""The screen in a pseudo-terminal: it shows the node, leaves on `q` and on Ctrl-C, and gives the terminal back."""
+"""The screen in a pseudo-terminal: it shows the node, leaves on `q` and on Ctrl-C, and gives the terminal back.
+
+Suspending is tested under a real shell with job control.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +32,11 @@ class Terminal:
     controller: int
     shown: str = ""
 
+    def type(self, keys: str) -> None:
+        """What is shown from now on counts."""
+        self.shown = ""
+        os.write(self.controller, keys.encode())
+
     def until(self, text: str, timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.shown:
@@ -40,13 +50,11 @@ class Terminal:
         return code
 
 
-@pytest.fixture
-def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Terminal, int]]:
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24", **getattr(request, "param", {})}
+@contextmanager
+def _in_terminal(command: list[str], environment: dict[str, str]) -> Iterator[tuple[Terminal, int]]:
     controller, end = pty.openpty()
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "screen=yes"]
     process = subprocess.Popen(
-        command, stdin=end, stdout=end, stderr=subprocess.DEVNULL, env=environment, preexec_fn=_own_terminal
+        command, stdin=end, stdout=end, stderr=end, env={**os.environ, **environment}, preexec_fn=_own_terminal
     )
     try:
         yield Terminal(process, controller), end
@@ -55,6 +63,17 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[T
         process.wait()
         os.close(controller)
         os.close(end)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Terminal, int]]:
+    environment = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **getattr(request, "param", {})}
+    with _in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], environment) as found:
+        yield found
+
+
+def _up(data_dir: Path) -> str:
+    return shlex.join([sys.executable, str(SCRIPT), str(data_dir), "screen=yes"]) + " 2>/dev/null"
 
 
 def _own_terminal() -> None:
@@ -95,3 +114,42 @@ def test_a_terminal_without_unicode_gets_ascii(terminal):
     shown, _ = terminal
     shown.until("q quit")
     assert ESCAPES.sub("", shown.shown).isascii()
+
+
+def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(tmp_path):
+    environment = {"TERM": "xterm", "PS1": "shell> "}
+    with _in_terminal(["bash", "--norc", "--noprofile", "-i"], environment) as (shown, end):
+        shown.type(f"{_up(tmp_path)}\n")
+        shown.until("q quit")
+        shown.type("\x1a")
+        shown.until(LEAVE)
+        shown.until("Stopped")
+        shown.type("stty -a; echo mode-s$((1))\n")
+        shown.until("mode-s1")
+        assert " echo " in shown.shown
+        assert " icanon " in shown.shown
+        shown.type("fg\n")
+        shown.until(ENTER)
+        shown.until("q quit")
+        assert not termios.tcgetattr(end)[3] & (termios.ECHO | termios.ICANON)
+        shown.type("?")
+        shown.until("this help")
+        shown.type("q")
+        shown.until(LEAVE)
+        shown.type("echo code-$?\n")
+        shown.until("code-0")
+
+
+def test_in_the_background_the_node_goes_on_without_the_terminal(tmp_path):
+    with _in_terminal(["bash", "--norc", "--noprofile", "-i"], {"TERM": "xterm"}) as (shown, _):
+        shown.type(f"{_up(tmp_path)}\n")
+        shown.until("q quit")
+        shown.type("\x1a")
+        shown.until("Stopped")
+        shown.type("bg\n")
+        shown.until("&")
+        shown.type("sleep 0.6; jobs; kill -TERM %1; wait %1; echo code-$?\n")  # it must not draw, nor read "q", now
+        shown.until("code-0")
+        assert "Running" in shown.shown
+        assert ENTER not in shown.shown
+        assert "q quit" not in shown.shown

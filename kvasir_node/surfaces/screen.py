@@ -91,6 +91,11 @@ class _Terminal:
             tty.setcbreak(self.fd)  # Ctrl-C and Ctrl-Z stay signals
             self._live.start()
 
+    def mend(self) -> None:
+        """After a stop that did not ask us first; drops no key that was typed."""
+        if self.is_ours and self.is_foreground():
+            tty.setcbreak(self.fd, termios.TCSADRAIN)
+
     def give_back(self) -> None:
         if self.is_ours:
             self.is_ours = False
@@ -138,10 +143,11 @@ class _View:
         """Ctrl-Z gives the terminal back before it stops us; whoever continues us may have changed the terminal."""
         with trio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT) as signals:
             async for number in signals:
-                self.terminal.give_back()
                 if number == signal.SIGTSTP:
+                    self.terminal.give_back()
                     _stop()
                 self.terminal.take()
+                self.terminal.mend()
                 self.redraw()
 
 

@@ -37,7 +37,7 @@ class Terminal:
         self.shown = ""
         os.write(self.controller, keys.encode())
 
-    def until(self, text: str, timeout_s: float = 15.0) -> None:
+    def until(self, text: str, timeout_s: float = 40.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.shown:
             assert time.monotonic() < deadline, f"never saw {text!r} in {self.shown[-2000:]!r}"

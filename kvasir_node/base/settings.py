@@ -182,6 +182,11 @@ _MAY_BE_ZERO = {
     "store.upload_bytes_s",
     "store.download_bytes_s",
 }
+_AT_MOST = {  # far above what any machine can use: a slip of the finger is told before it costs all memory
+    "node.threads": 1024,
+    "coordinator.slots": 4096,
+    "coordinator.queue": 1_000_000,
+}
 _SECRETS = {"api.key"}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*((?:[KMGT]i?)?B?)\Z", re.ASCII | re.IGNORECASE)
 _DEVICE = re.compile(r"(auto|cpu|cuda(:[0-9]{1,3})?)\Z", re.ASCII)
@@ -358,6 +363,8 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
     if not low <= number < 1e15:
         least = "zero or more" if key in _MAY_BE_ZERO else "above zero"
         raise UsageError(f"setting {key} must be {least}; got {value!r}")
+    if number > _AT_MOST.get(key, number):
+        raise UsageError(f"setting {key} is at most {_AT_MOST[key]}; got {value!r}")
     return number
 
 

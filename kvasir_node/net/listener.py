@@ -17,9 +17,9 @@ import psutil
 import trio
 from libp2p.abc import IListener
 from multiaddr import Multiaddr
-from multiaddr.exceptions import Error as MultiaddrError
 
 from kvasir_node.base.errors import UsageError
+from kvasir_node.net.listen_address import parse_listen_address
 
 BACKLOG = 128
 
@@ -100,7 +100,7 @@ async def bind_all(multiaddrs: Sequence[str]) -> list[TcpListener]:
 
 
 async def _bind(text: str) -> TcpListener:
-    host, port = _host_and_port(text)
+    host, port = parse_listen_address(text)
     sock = trio.socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,14 +121,3 @@ def _bind_failure(text: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"cannot listen on {text}: the port is in use; stop the other program or choose another with --listen"
     return f"cannot listen on {text}: {error.strerror}; choose an address of this machine with --listen"
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    try:
-        parts = [(protocol.name, str(value)) for protocol, value in Multiaddr(text).items()]
-    except (MultiaddrError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"not a multiaddr to listen on: {text[:200]!r} ({error})", param="network.listen") from error
-    if len(parts) != 2 or parts[0][0] not in ("ip4", "ip6") or parts[1][0] != "tcp":
-        text = f"a listen address is /ip4/IP/tcp/PORT or /ip6/IP/tcp/PORT; got {text[:200]}"
-        raise UsageError(text, param="network.listen")
-    return parts[0][1], int(parts[1][1])

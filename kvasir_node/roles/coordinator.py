@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from kvasir_node.base.errors import UsageError
+from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import Settings
@@ -30,7 +30,7 @@ from kvasir_node.model.trunk import Trunk, load_trunk
 from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
-from kvasir_node.roles.loading import LoadedModel
+from kvasir_node.roles.loading import LoadedModel, is_out_of_memory
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.wire.messages import DemandRecord
@@ -85,7 +85,7 @@ class Coordinator:
         self._trunk = self._load_trunk()
         limits = settings.coordinator
         self.desk = Desk(
-            Engine(self._trunk, limits.slots, self._context(), limits.prefill_chunk),
+            self._new_engine(),
             model.text,
             AdmissionLimits(
                 slots=limits.slots,
@@ -110,6 +110,20 @@ class Coordinator:
     def _load_trunk(self) -> Trunk:
         shard = self._model.shard
         return load_trunk(self._model.checkpoint.path, shard.dtype, shard.device, self.dispatch)
+
+    def _new_engine(self) -> Engine:
+        """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""
+        limits, context = self._settings.coordinator, self._context()
+        try:
+            return Engine(self._trunk, limits.slots, context, limits.prefill_chunk)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"there is no memory for coordinator.slots {limits.slots} of {context} tokens each "
+                f"({str(error).splitlines()[0] if str(error) else 'out of memory'}); lower --slots or "
+                "coordinator.context"
+            ) from error
 
     def _context(self) -> int:
         wanted = self._settings.coordinator.context

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import kvasir_node
+from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.indexing import IndexedModel, index_checkpoint
@@ -28,12 +29,20 @@ def models_dir(settings: Settings) -> Path:
 
 
 def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
-    """The blocks and the catalog of the data directory; makes their folders on first use."""
+    """The blocks and the catalog of the data directory; makes their folders on first use.
+
+    Raises UsageError when the directory cannot be used.
+    """
 
     def index(path: Path, name: str | None, progress: Progress | None) -> IndexedModel:
         block_bytes = settings.store.block_bytes
         return index_checkpoint(open_checkpoint(path), name=name, block_bytes=block_bytes, progress=progress)
 
     data_dir = data_dir_of(settings)
-    store = BlockStore(data_dir, quota_bytes=settings.store.quota_bytes)
-    return store, Catalog(data_dir, store, index, demo_folder())
+    try:
+        store = BlockStore(data_dir, quota_bytes=settings.store.quota_bytes)
+        return store, Catalog(data_dir, store, index, demo_folder())
+    except OSError as error:
+        raise UsageError(
+            f"the data directory {data_dir} cannot be used: {error.strerror}; choose another --data-dir"
+        ) from error

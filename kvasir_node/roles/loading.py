@@ -47,6 +47,11 @@ def compute_dtype(wanted: str, trunk_bytes: int) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has no class of its own for it on the CPU: a RuntimeError says "can't allocate memory" there."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def pick_device(wanted: str) -> torch.device:
     """`auto` = cuda when there is one; raises UsageError for a device that is not there."""
     if wanted == "auto":

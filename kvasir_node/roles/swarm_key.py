@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir_node.base.errors import DataError, UsageError
+from kvasir_node.roles.peers import join_targets
 from kvasir_node.wire.ticket import PREFIX, SECRET_BYTES, read_ticket, swarm_id
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,10 @@ class SwarmKey:
     join: tuple[str, ...]
 
 
-def read_swarm_key(join: Sequence[str], data_dir: Path) -> SwarmKey:
-    """The secret of the tickets in `join`, else the one kept in the data directory, else a new one.
+def read_join(join: Sequence[str]) -> tuple[bytes | None, tuple[str, ...]]:
+    """The secret of the tickets in `join`, if there are any, and all addresses.
 
-    A ticket's secret replaces the kept one, so that the node stays in that swarm. Raises UsageError for tickets that
-    are damaged or of different swarms, or when the secret cannot be kept, DataError for a damaged or unreadable file.
+    Raises UsageError for tickets that are damaged or of different swarms, and for addresses that name no peer.
     """
     addresses: list[str] = []
     given: bytes | None = None
@@ -45,6 +45,17 @@ def read_swarm_key(join: Sequence[str], data_dir: Path) -> SwarmKey:
             raise UsageError("the tickets given with --join are of different swarms; a node is in one")
         given = ticket.secret
         addresses += ticket.addresses
+    join_targets(addresses)
+    return given, tuple(dict.fromkeys(addresses))
+
+
+def read_swarm_key(join: Sequence[str], data_dir: Path) -> SwarmKey:
+    """The secret of the tickets in `join`, else the one kept in the data directory, else a new one.
+
+    A ticket's secret replaces the kept one, so that the node stays in that swarm. Raises as `read_join`, UsageError
+    when the secret cannot be kept, DataError for a damaged or unreadable file.
+    """
+    given, addresses = read_join(join)
     path = data_dir / FILE_NAME
     kept = _read(path, given)
     secret = given or kept or secrets.token_bytes(SECRET_BYTES)
@@ -52,7 +63,7 @@ def read_swarm_key(join: Sequence[str], data_dir: Path) -> SwarmKey:
         logger.warning("this node leaves swarm %s and joins %s, as its ticket says", swarm_id(kept), swarm_id(secret))
     if secret != kept:
         _write(path, secret)
-    return SwarmKey(secret, tuple(dict.fromkeys(addresses)))
+    return SwarmKey(secret, addresses)
 
 
 def _read(path: Path, given: bytes | None) -> bytes | None:

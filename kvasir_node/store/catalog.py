@@ -137,7 +137,8 @@ class Catalog:
         if entry is None:
             if os.sep in ref or Path(ref).is_dir():
                 return self.add(Path(ref), progress=progress)
-            known = ", ".join(entry.name for entry in self.list()) or "none yet"
+            embedded = [DEMO] if self._demo is not None else []  # known before it is in the list
+            known = ", ".join(dict.fromkeys([*embedded, *(entry.name for entry in self.list())])) or "none yet"
             raise NotFoundError(
                 f"no model {ref!r} here; known: {known}; `kvasir-node add PATH` adds one", param="model"
             )

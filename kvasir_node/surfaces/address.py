@@ -43,3 +43,11 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_key_policy(listen: str, key: str) -> None:
+    """Raises UsageError for what is no address, and when others could reach the API and no key protects it."""
+    if not parse_address(listen).is_loopback and not key:
+        raise UsageError(
+            f"--api {listen} can be reached by others, so it needs a key: set KVASIR_API__KEY, or listen on 127.0.0.1"
+        )

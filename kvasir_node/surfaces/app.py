@@ -20,9 +20,9 @@ from typing import TextIO
 import trio
 
 from kvasir_node.base.settings import Settings, data_dir_of
-from kvasir_node.surfaces.address import parse_address
+from kvasir_node.surfaces.address import check_key_policy, parse_address
 from kvasir_node.surfaces.beside import run_beside
-from kvasir_node.surfaces.http import check_key_policy, serve_api
+from kvasir_node.surfaces.http import serve_api
 from kvasir_node.surfaces.listener import open_listeners, url_of
 from kvasir_node.surfaces.nodefile import NodeFile, claimed, remove_node_file, write_node_file
 from kvasir_node.surfaces.ports import NodePort
@@ -45,9 +45,10 @@ async def run_up(
     log_lines: deque[str] | None = None,
     stdout: TextIO | None = None,
 ) -> int:
-    """Runs one node until SIGTERM, SIGINT or the screen's quit key, drains it, and returns the exit code 0.
+    """Runs one node until SIGTERM, SIGINT or the screen's quit key, drains it, and returns the exit code.
 
-    A second SIGINT ends the process at once with code 130. Raises what `open_node` and the API raise at the start.
+    0, but 130 when SIGINT came before the node was ready. A second SIGINT ends the process at once with 130. Raises
+    what `open_node` and the API raise at the start.
     """
     if settings.api.listen:
         check_key_policy(settings.api.listen, settings.api.key)
@@ -56,7 +57,7 @@ async def run_up(
         lines = log_lines if log_lines is not None else deque(maxlen=1)
         life = _Life(settings, data_dir, screen, lines, stdout or sys.stdout)
         await run_beside(lambda: life.watch(signals), lambda: life.run(open_node))
-    return 0
+        return life.exit_code
 
 
 class _Life:
@@ -68,6 +69,7 @@ class _Life:
         self.settings, self.data_dir = settings, data_dir
         self.screen, self.log_lines, self.stdout = screen, log_lines, stdout
         self.ready = False
+        self.exit_code = 0
         self.stop = trio.Event()
 
     async def watch(self, signals: AsyncIterator[int]) -> None:
@@ -76,6 +78,7 @@ class _Life:
             if self.stop.is_set() and number == signal.SIGINT:
                 self._end_at_once()
             if not self.ready:
+                self.exit_code = INTERRUPTED if number == signal.SIGINT else 0
                 return
             logger.info("draining: %s", signal.Signals(number).name)
             self.stop.set()

@@ -6,11 +6,13 @@ It does not know how a node works. Nothing heavy is imported before a verb needs
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kvasir_node import __version__
-from kvasir_node.base.errors import KvasirError, UsageError
+from kvasir_node.base.errors import Unreachable, UsageError
 from kvasir_node.base.settings import Settings, data_dir_of, default_config_path, environment, load_settings
 from kvasir_node.surfaces.bench import bench_app
+from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of, say
 from kvasir_node.surfaces.library_commands import library_app
 
 if TYPE_CHECKING:
@@ -28,11 +31,7 @@ if TYPE_CHECKING:
     from kvasir_node.surfaces.ports import NodePort
 
 UNHEALTHY = 4
-INTERRUPTED = 130
-OUR_BUG = 1
-DEMO = "demo"
-
-_ClickError = typer.BadParameter.mro()[2]  # ClickException: typer ships its own click since 0.2x; names moved
+MAX_TOKENS_OF_RUN = 256
 
 app = typer.Typer(
     help="A peer-to-peer node that serves Mixture-of-Experts models larger than any of its machines.",
@@ -129,12 +128,14 @@ def up(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _assignments(set_ or [], given)
     settings = context.obj.settings(given)
-    if dry_run:
+    with _ending_at_once():
         from kvasir_node.surfaces.config_text import settings_document
+        from kvasir_node.surfaces.preflight import check_settings
 
+        check_settings(settings)
+        if not dry_run:
+            raise typer.Exit(_run_node(settings, headless=headless, no_color=context.obj.no_color))
         _print_json({"schema": "kvasir.dry_run/1", "settings": settings_document(settings)})
-        return
-    raise typer.Exit(_run_node(settings, headless=headless, no_color=context.obj.no_color))
 
 
 def _assignments(texts: Sequence[str], flags: dict[str, Any]) -> dict[str, str]:
@@ -150,7 +151,6 @@ def _assignments(texts: Sequence[str], flags: dict[str, Any]) -> dict[str, str]:
 
 
 def _run_node(settings: Settings, *, headless: bool, no_color: bool) -> int:
-    import signal
     from functools import partial
 
     import trio
@@ -158,12 +158,11 @@ def _run_node(settings: Settings, *, headless: bool, no_color: bool) -> int:
     from kvasir_node.surfaces import log, screen
     from kvasir_node.surfaces.app import run_up
 
-    signal.signal(signal.SIGTERM, _leave)  # until run_up listens for it
     shown = not headless and screen.can_show_screen(no_color)
     lines = log.pane()
     log.set_up_logging(settings.log, lines=lines if shown else None)
     if shown:
-        _say("starting; the screen opens when the node is ready")
+        say("starting; the screen opens when the node is ready")
     view = partial(screen.terminal_screen, no_color=no_color) if shown else None
     return trio.run(partial(run_up, _open_node, settings, screen=view, log_lines=lines))
 
@@ -175,8 +174,22 @@ def _open_node(settings: Settings) -> AbstractAsyncContextManager[NodePort]:
     return open_node(settings)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    raise SystemExit(0)
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once, until run_up listens for them: nothing has been opened yet.
+
+    An exception in the middle of an import would come out of some libraries as another one.
+    """
+    previous = {number: signal.signal(number, _end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int, frame: object) -> NoReturn:
+    os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
 
 @app.command()
@@ -185,21 +198,23 @@ def run(
     model: ModelArgument = None,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Without it: a chat, or stdin.")] = None,
     url: UrlOption = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each answer at most; 0 = as many as the context holds.")
+    ] = MAX_TOKENS_OF_RUN,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 = always the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
 ) -> None:
     """One answer, or a chat, through a running node; starts a private one if none runs."""
     from kvasir_node.surfaces.talk import Conversation
 
-    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    given = {"max_tokens": max_tokens or None, "temperature": temperature, "seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
-    with _node_for_run(context.obj.settings(), url, model) as client:
-        talk = Conversation(client, model, options)
+    with _node_for_run(context.obj.settings(), url, model) as (client, served):
+        talk = Conversation(client, served, options)
         if prompt is not None:
             talk.ask(prompt, sys.stdout)
         elif sys.stdin.isatty():
-            _say("end with Ctrl-D")
+            say("end with Ctrl-D")
             talk.chat(_typed_lines(), sys.stdout)
         else:
             talk.ask(sys.stdin.read(), sys.stdout)
@@ -213,29 +228,46 @@ def _typed_lines() -> Any:
         print()
 
 
-def _node_for_run(settings: Settings, url: str | None, model: str | None) -> Any:
-    from contextlib import contextmanager
-
-    from kvasir_node.base.errors import Unreachable
-    from kvasir_node.surfaces.client import NodeClient, node_url
+@contextmanager
+def _node_for_run(settings: Settings, url: str | None, model: str | None) -> Iterator[tuple[NodeClient, str | None]]:
+    """A node, and the name to ask it by: of a private one, the only model that it has."""
+    from kvasir_node.surfaces.client import NodeClient
     from kvasir_node.surfaces.talk import private_node
 
-    @contextmanager
-    def opened() -> Any:
-        with NodeClient(node_url(settings, url), settings.api.key) as client:
-            try:
-                client.get("/health")
-            except Unreachable:
-                if url is not None:
-                    raise
-            else:
-                yield client
-                return
-        _say("no node runs here: starting a private one for this command")
-        with private_node(model) as private_url, NodeClient(private_url, settings.api.key) as client:
-            yield client
+    client = _running_node(settings, url)
+    if client is not None:
+        with client:
+            yield client, model
+        return
+    folder = _folder_for_run(data_dir_of(settings), model or settings.coordinator.model)
+    say("no node runs here: starting a private one for this command")
+    with private_node(folder) as private_url, NodeClient(private_url, settings.api.key) as client:
+        yield client, None
 
-    return opened()
+
+def _running_node(settings: Settings, url: str | None) -> NodeClient | None:
+    """None when no node answers; with `url` that raises Unreachable."""
+    from kvasir_node.surfaces.client import NodeClient, node_url
+
+    try:
+        client = NodeClient(node_url(settings, url), settings.api.key)
+        client.get("/health")
+    except Unreachable:
+        if url is not None:
+            raise
+        return None
+    return client
+
+
+def _folder_for_run(data_dir: Path, model: str) -> Path | None:
+    """None = the embedded model; raises UsageError for a model that is not whole on this disk."""
+    from kvasir_node.roles.known_models import locate_model
+    from kvasir_node.store.catalog import DEMO
+
+    folder = locate_model(data_dir, model)
+    if folder is None and model != DEMO:
+        raise UsageError(f"{model} is not on this disk; `kvasir-node up {model} --join TICKET` fetches it")
+    return folder
 
 
 @app.command()
@@ -342,7 +374,6 @@ def _client(context: typer.Context, url: str | None) -> NodeClient:
 
 
 def _node_file(context: typer.Context) -> Any:
-    from kvasir_node.base.errors import Unreachable
     from kvasir_node.surfaces.nodefile import read_node_file
 
     data_dir = data_dir_of(context.obj.settings())
@@ -354,10 +385,6 @@ def _node_file(context: typer.Context) -> Any:
 
 def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, ensure_ascii=False))
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 _GLOBAL_VALUES = ("--config", "--data-dir", "--log-level", "--log-format")
@@ -391,33 +418,15 @@ def run_command(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BaseException as error:
-        return _exit_code(error)
-
-
-def _exit_code(error: BaseException) -> int:
-    while isinstance(error, BaseExceptionGroup):  # nurseries wrap; the first cause is what the person needs
-        error = error.exceptions[0]
-    if isinstance(error, _ClickError):
-        _say(f"error: {error.format_message()}")  # type: ignore[attr-defined]
-        return UsageError.exit_code
-    if isinstance(error, KvasirError) and error.exit_code != OUR_BUG:
-        _say(f"error: {error}")
-        return error.exit_code
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing to tell anyone
-        return OUR_BUG
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else OUR_BUG
-    import traceback
-
-    traceback.print_exception(error)
-    _say("error: this is a bug of kvasir-node; please report it with the lines above")
-    return OUR_BUG
+        return exit_code_of(error)
 
 
 def main() -> NoReturn:
+    """The whole program. Interrupts are KeyboardInterrupt from here on: `run` has a process to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to fail
     sys.exit(run_command(sys.argv[1:]))
 
 

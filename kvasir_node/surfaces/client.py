@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from kvasir_node.base.errors import CapacityError, DataError, KvasirError, Unreachable, UsageError
-from kvasir_node.base.settings import Settings, data_dir_of
+from kvasir_node.base.settings import Settings, data_dir_of, default_data_dir
 from kvasir_node.surfaces.address import parse_address
 from kvasir_node.surfaces.nodefile import read_node_file
 
@@ -21,12 +21,23 @@ READ_TIMEOUT_S = 30.0  # a node answers or sends a heartbeat well within
 
 
 def node_url(settings: Settings, url: str | None) -> str:
-    """--url, else the node of the data directory, else where a node listens by default."""
+    """--url, else the node of the data directory, else, for the default directory alone, where a node listens.
+
+    Who names a data directory means its node and no other. Raises Unreachable when that one does not run or has no API.
+    """
     if url is not None:
         return (url if "://" in url else f"http://{url}").rstrip("/")
-    found = read_node_file(data_dir_of(settings))
+    data_dir = data_dir_of(settings)
+    found = read_node_file(data_dir)
     if found is not None and found.api is not None:
         return found.api
+    if found is not None:
+        raise Unreachable(f"the node on the data directory {data_dir} serves no API; start it without --no-api")
+    if data_dir.absolute() != default_data_dir().absolute():
+        raise Unreachable(
+            f"no node runs on the data directory {data_dir}; start one with `kvasir-node up --data-dir {data_dir}`, "
+            "or name another node's API with --url"
+        )
     if not settings.api.listen:
         raise Unreachable("no API address is set; give --url")
     return parse_address(settings.api.listen).url

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvasir_node.base.errors import BugError, KvasirError, NotFoundError, UsageError
 from kvasir_node.base.generation import AnswerEvent, ChoiceEnded, Finished, GenerationRequest
 from kvasir_node.surfaces import views
-from kvasir_node.surfaces.address import is_loopback_host, parse_address
+from kvasir_node.surfaces.address import check_key_policy, is_loopback_host, parse_address
 from kvasir_node.surfaces.answers import (
     AnswerShape,
     answer_shape,
@@ -79,14 +79,6 @@ def build_app(node: NodePort) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     return _Guard(app, key=node.settings.api.key, loopback=parse_address(node.settings.api.listen).is_loopback)
-
-
-def check_key_policy(listen: str, key: str) -> None:
-    """Raises UsageError when others could reach the API and no key protects it."""
-    if not key and not parse_address(listen).is_loopback:
-        raise UsageError(
-            f"--api {listen} can be reached by others, so it needs a key: set KVASIR_API__KEY, or listen on 127.0.0.1"
-        )
 
 
 class _Api:

@@ -81,9 +81,11 @@ def _read(path: Path) -> NodeFile | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         found = NodeFile(fields["pid"], fields["api"], fields["peer_id"], fields["ticket"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if isinstance(found.pid, int) and found.pid > 0 else None
+    texts = (found.peer_id, found.ticket, "" if found.api is None else found.api)
+    is_sound = type(found.pid) is int and found.pid > 0 and all(isinstance(text, str) for text in texts)
+    return found if is_sound else None
 
 
 def _is_alive(pid: int) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from kvasir_node.base.errors import CapacityError, UsageError
+from kvasir_node.store.catalog import DEMO
 from kvasir_node.surfaces.client import NodeClient
 
 READY_TIMEOUT_S = 120.0  # loading a model from a slow disk
@@ -68,10 +69,11 @@ def _text_of(chunk: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def private_node(model: str | None, data_dir: Path | None = None) -> Iterator[str]:
+def private_node(model: Path | None, data_dir: Path | None = None) -> Iterator[str]:
     """The URL of a node that lives as long as the context, on loopback, with its own data directory.
 
-    Raises CapacityError with the end of the node's log when it does not become ready.
+    `model` is a checkpoint's folder, as a new data directory knows no names; None = the embedded model. Raises
+    CapacityError with the end of the node's log when it does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="kvasir-run-") as folder, open(Path(folder) / "log", "w+b") as log:
         command = _private_command(model, data_dir or Path(folder) / "data")
@@ -82,10 +84,10 @@ def private_node(model: str | None, data_dir: Path | None = None) -> Iterator[st
             _stop(process)
 
 
-def _private_command(model: str | None, data_dir: Path) -> list[str]:
+def _private_command(model: Path | None, data_dir: Path) -> list[str]:
     options = ["--headless", "--role", "coordinator", "--api", "127.0.0.1:0", "--listen", "/ip4/127.0.0.1/tcp/0"]
-    command = [sys.executable, "-m", "kvasir_node.surfaces.cli", "--data-dir", str(data_dir), "up", *options]
-    return command if model is None else [*command, "--", model]
+    command = [sys.executable, "-m", "kvasir_node", "--data-dir", str(data_dir), "up", *options]
+    return [*command, "--", DEMO if model is None else str(model)]
 
 
 def _url_when_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:

@@ -135,7 +135,7 @@ def test_names_are_unique(world):
 
 def test_an_unknown_ref_says_what_is_known(world):
     world.catalog.add(world.checkpoint("alpha", b"x"))
-    with pytest.raises(NotFoundError, match="known: alpha"):
+    with pytest.raises(NotFoundError, match="known: demo, alpha;"):
         world.catalog.open("gamma")
     with pytest.raises(NotFoundError):
         world.catalog.remove("gamma")

@@ -117,13 +117,14 @@ def test_the_second_sigint_ends_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_before_ready_just_ends_it(tmp_path):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_before_ready_just_ends_it(tmp_path, number, expected):
     with started(tmp_path, "start_s=60") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "opening\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         code, stderr = ended(process)
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (expected, "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -154,11 +154,13 @@ def test_run_of_an_unknown_model_says_what_is_served(run, data_dir):
 
 def test_dry_run_prints_what_would_hold_and_starts_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setenv("KVASIR_API__KEY", "s3cret")
-    arguments = "up m --role hub,worker --role coordinator --listen /ip4/127.0.0.1/tcp/0 --queue 9 --no-api --memory 1G"
-    code, out, err = run(*arguments.split(), "--set", "fanout.enabled=no", "--dry-run", "--name", "n", "--threads", "2")
+    arguments = "up demo --role hub,worker --role coordinator --listen /ip4/127.0.0.1/tcp/0 --queue 9 --no-api"
+    code, out, err = run(
+        *arguments.split(), "--memory", "1G", "--set", "fanout.enabled=no", "--dry-run", "--name", "n", "--threads", "2"
+    )
     settings = json.loads(out)["settings"]
     expected = {
-        "coordinator.model": "m",
+        "coordinator.model": "demo",
         "node.roles": ["hub", "worker", "coordinator"],
         "network.listen": ["/ip4/127.0.0.1/tcp/0"],
         "coordinator.queue": 9,

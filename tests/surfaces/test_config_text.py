@@ -22,7 +22,7 @@ accepted = st.fixed_dictionaries(
         "node.roles": st.lists(st.sampled_from(["coordinator", "hub", "worker"]), min_size=1),
         "node.profile": st.sampled_from(["local", "lan", "wan"]),
         "fanout.enabled": st.booleans(),
-        "coordinator.slots": st.integers(1, 10**6),
+        "coordinator.slots": st.integers(1, 4096),
         "worker.memory_bytes": st.integers(1, 10**14),
         "market.poll_interval_s": st.floats(1e-6, 1e9),
         "api.key": texts,

@@ -11,8 +11,8 @@ from surfaces_helpers import CHAT, COMPLETE, serve, settings_with, sse_documents
 
 from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
 from kvasir_node.base.snapshot import STATUS_SCHEMA
+from kvasir_node.surfaces.address import check_key_policy
 from kvasir_node.surfaces.fake_node import FAKE_CARD, FAKE_PIECES, FakeNode, busy_snapshot, fake_snapshot
-from kvasir_node.surfaces.http import check_key_policy
 
 TEXT = "".join(FAKE_PIECES)
 

@@ -37,7 +37,10 @@ def logged(level: str, format_: str) -> list[str]:
 
 def test_json_lines_have_the_fields():
     records = [json.loads(line) for line in logged("info", "json")]
-    assert [(r["level"], r["logger"]) for r in records] == [("warning", "kvasir_node.roles.hub"), ("error", "hypercorn")]
+    assert [(r["level"], r["logger"]) for r in records] == [
+        ("warning", "kvasir_node.roles.hub"),
+        ("error", "hypercorn"),
+    ]
     assert records[0]["message"] == "peer ?[2Jevil said one two"
     assert records[0]["ts"].endswith("+00:00")
 

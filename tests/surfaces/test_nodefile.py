@@ -30,7 +30,19 @@ def test_a_dead_nodes_file_counts_as_absent_and_is_left_to_the_next(tmp_path):
     assert (tmp_path / "node.json").exists()
 
 
-DAMAGED = ["", "{", "[]", "5", '{"pid": 1}', '{"pid": -1, "api": null, "peer_id": "", "ticket": ""}']
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "5",
+    "[" * 100_000,
+    '{"pid": 1}',
+    '{"pid": -1, "api": null, "peer_id": "", "ticket": ""}',
+    '{"pid": true, "api": null, "peer_id": "", "ticket": ""}',
+    '{"pid": 1, "api": 5, "peer_id": "", "ticket": ""}',
+    '{"pid": 1, "api": null, "peer_id": null, "ticket": ""}',
+    '{"pid": 1, "api": null, "peer_id": "", "ticket": []}',
+]
 
 
 @pytest.mark.parametrize("text", DAMAGED)

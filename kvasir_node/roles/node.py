@@ -6,6 +6,7 @@ It does not know HTTP, the terminal or signals. `open_node` is one async context
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -70,6 +71,7 @@ logger = logging.getLogger(__name__)
 READY_SCHEMA = "kvasir.ready/1"
 HUB_TIMEOUT_S = 4.0
 MEMBER_TIMEOUT_S = 8.0
+_PEER_ID = r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b"  # of an Ed25519 key, which all peers here have
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,12 +336,19 @@ class Node:
             name = self._peers.name_of(hub)
             warnings.append(f"the demand table of hub {name} is refused: clock skew: {skew_words(skew_s)}")
         if self.worker is not None and not self._peers.hubs():
-            warnings.append("no hub is connected, so this worker finds no work; join a swarm with --join TICKET")
+            warnings.append(f"no hub is connected, so this worker finds no work; {self._way_to_hubs()}")
         if self.worker is not None:
             warnings += self.worker.problems()
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
             warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
-        return tuple(warnings)
+        return tuple(_with_short_peers(warning, self._peers.name_of) for warning in warnings)
+
+    def _way_to_hubs(self) -> str:
+        if trying := self._joiner.trying():
+            return f"trying {', '.join(self._peers.name_of(peer) for peer in trying)}"
+        if self._joiner.targets:
+            return "no peer that was joined is a hub, so it waits for one"
+        return "join a swarm with --join TICKET"
 
     def _net_snapshot(self) -> NetSnapshot:
         connections = self._transport.connections()
@@ -351,6 +360,12 @@ class Node:
             bytes_in=self._transport.bytes_in,
             bytes_out=self._transport.bytes_out,
         )
+
+
+def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:
+    """A warning for people: names instead of peer ids, and addresses without them."""
+    text = re.sub(rf"/p2p/{_PEER_ID}", "", text)
+    return re.sub(_PEER_ID, lambda match: name_of(PeerId(match[0])), text)
 
 
 def node_name(settings: Settings) -> str:

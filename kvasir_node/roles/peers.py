@@ -21,6 +21,7 @@ from kvasir_node.wire.messages import About
 logger = logging.getLogger(__name__)
 
 NAMES_MAX = 4096
+ECHO_MAX = 16  # characters of a mistyped ticket that are repeated: the rest may hold the swarm's secret
 JOIN_PAUSE_S = 0.5  # after a failed attempt; doubles ...
 JOIN_PAUSE_SHORT_S = 4.0  # ... up to this
 JOIN_HASTE_S = 120.0  # ... and after so long without success
@@ -107,9 +108,8 @@ def join_targets(addresses: Sequence[str]) -> tuple[JoinTarget, ...]:
     by_peer: dict[PeerId, list[str]] = {}
     for address in addresses:
         if not address.startswith("/"):
-            raise UsageError(
-                f"--join takes a ticket (kvasir1…) or an address that ends in /p2p/PEER; got {address[:80]!r}"
-            )
+            shown = address if len(address) <= ECHO_MAX else f"{address[:ECHO_MAX]}…"
+            raise UsageError(f"--join takes a ticket (kvasir1…) or an address that ends in /p2p/PEER; got {shown!r}")
         peer, _ = parse_addresses([address])
         by_peer.setdefault(peer, []).append(address)
     return tuple(JoinTarget(peer, tuple(found)) for peer, found in by_peer.items())
@@ -126,6 +126,15 @@ class Joiner:
         self._targets = [target for target in targets if target.peer != transport.peer_id]
         self._require_member = require_member
         self._problems: dict[PeerId, str] = {}
+        self._joined: set[PeerId] = set()
+
+    @property
+    def targets(self) -> tuple[PeerId, ...]:
+        return tuple(target.peer for target in self._targets)
+
+    def trying(self) -> tuple[PeerId, ...]:
+        """The targets that we are not in one swarm with now."""
+        return tuple(peer for peer in self.targets if peer not in self._joined)
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(self._problems.values())
@@ -142,9 +151,11 @@ class Joiner:
             problem = await self._problem_of(target)
             if problem is None:
                 self._problems.pop(target.peer, None)
+                self._joined.add(target.peer)
                 pause_s, lost_at = JOIN_PAUSE_S, None
                 await trio.sleep(JOIN_CHECK_S)
                 continue
+            self._joined.discard(target.peer)
             now = trio.current_time()
             lost_at = now if lost_at is None else lost_at
             if self._problems.get(target.peer) != problem:
@@ -158,7 +169,8 @@ class Joiner:
         try:
             await self._transport.connect(target.addresses)
         except PeerError as error:
-            return f"cannot reach {target.peer}: {error}"
+            reason = str(error).removeprefix(f"no connection to {target.peer}: ")
+            return f"cannot reach {target.peer}: {reason}"
         try:
             await self._require_member(target.peer)
         except PeerError as error:

@@ -44,6 +44,7 @@ UNLOAD_GRACE_S = 1.0  # calls that were on their way when we detached are still 
 FINISH_CALLS_S = 10.0  # ... and those being computed may take this long
 PROBLEM_SHOWN_S = 60.0  # a failed step is a warning of the node for this long
 _STATE_ORDER = (Stage.SERVING, Stage.TRIAL, Stage.LOADING, Stage.FETCHING, Stage.DRAINING)
+_STEP_FETCH, _STEP_LOAD, _STEP_ATTACH = range(3)  # in the order in which a slice takes them
 _LinkKey = tuple[PeerId, ModelId]
 
 
@@ -53,6 +54,17 @@ class _Step:
 
     scope: trio.CancelScope = field(default_factory=lambda: trio.move_on_after(math.inf))
     ended: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A step that failed lately; `until` is when it is told no more."""
+
+    coordinator: PeerId
+    kind: int
+    words: str
+    until: float
+    is_lost: bool  # the coordinator could not be reached
 
 
 class Worker:
@@ -95,12 +107,15 @@ class Worker:
         self._progress: dict[str, int] = {}
         self._links: dict[_LinkKey, Link] = {}
         self._linking: dict[_LinkKey, trio.Event] = {}
-        self._problem: tuple[str, float] | None = None  # and until when it is shown
+        self._problem: _Problem | None = None
         self.calls = 0
         self.rows = 0
 
     def tell(self, event: placement.Event) -> None:
         """Tells the mind something; what it commands is begun at once. Before `run` only what commands nothing."""
+        problem = self._problem
+        if isinstance(event, placement.HubsKnown) and problem and problem.is_lost and problem.coordinator in event.hubs:
+            self._problem = None  # the coordinator, a hub too, is connected again
         self._handle(event)
         self._woken.set()
 
@@ -126,9 +141,9 @@ class Worker:
 
     def problems(self) -> tuple[str, ...]:
         """What lately kept this worker from work, in words."""
-        if self._problem is None or trio.current_time() >= self._problem[1]:
+        if self._problem is None or trio.current_time() >= self._problem.until:
             return ()
-        return (self._problem[0],)
+        return (self._problem.words,)
 
     # Commands -------------------------------------------------------------------------------------------------
 
@@ -151,18 +166,18 @@ class Worker:
                     step.scope.cancel()
                 self._start(partial(self._drain, assignment, step), placement.Drained(assignment.lease))
             case placement.Fetch(assignment):
-                self._start_step(assignment, self._fetch)
+                self._start_step(assignment, _STEP_FETCH, self._fetch)
             case placement.LoadSlice(assignment):
-                self._start_step(assignment, self._load)
+                self._start_step(assignment, _STEP_LOAD, self._load)
             case placement.Attach(assignment):
-                self._start_step(assignment, self._attach)
+                self._start_step(assignment, _STEP_ATTACH, self._attach)
 
     def _start(self, act: Callable[[], Awaitable[placement.Event | None]], failed: placement.Event | None) -> None:
         self._start_task(partial(self._carry_out, act, failed))
 
-    def _start_step(self, assignment: Assignment, act: Callable[[Assignment], Awaitable[None]]) -> None:
+    def _start_step(self, assignment: Assignment, kind: int, act: Callable[[Assignment], Awaitable[None]]) -> None:
         step = self._steps[assignment.lease] = _Step()
-        self._start_task(partial(self._take_step, step, assignment, partial(act, assignment)))
+        self._start_task(partial(self._take_step, step, kind, assignment, partial(act, assignment)))
 
     def _start_task(self, task: Callable[[], Awaitable[placement.Event | None]]) -> None:
         async def run() -> None:
@@ -188,28 +203,37 @@ class Worker:
         return failed
 
     async def _take_step(
-        self, step: _Step, assignment: Assignment, act: Callable[[], Awaitable[None]]
+        self, step: _Step, kind: int, assignment: Assignment, act: Callable[[], Awaitable[None]]
     ) -> placement.Event | None:
         try:
             with step.scope:
                 await act()
                 self._advance(assignment.lease)
+                self._clear_problem(assignment, kind)
                 return placement.StepDone(assignment.lease)
             return None  # the lease ended meanwhile
         except KvasirError as error:
             logger.warning("slice %s: %s", assignment.slice, error)
-            self._note_problem(f"slice {assignment.slice} of this worker: {error}")
+            self._note_problem(assignment, kind, str(error), is_lost=isinstance(error, PeerError))
             retry = isinstance(error, PeerError) and error.retryable
         except Exception as error:  # a door of the worker: a bug costs one lease, not the node
             logger.exception("slice %s: a bug of ours", assignment.slice)
-            self._note_problem(f"slice {assignment.slice} of this worker: a bug of ours, {type(error).__name__}")
+            self._note_problem(assignment, kind, f"a bug of ours, {type(error).__name__}")
             retry = False
         finally:
             step.ended.set()
         return placement.StepFailed(assignment.lease, retry=retry)
 
-    def _note_problem(self, text: str) -> None:
-        self._problem = (text, trio.current_time() + PROBLEM_SHOWN_S)
+    def _note_problem(self, assignment: Assignment, kind: int, text: str, *, is_lost: bool = False) -> None:
+        words = f"slice {assignment.slice} of this worker: {text}"
+        until = trio.current_time() + PROBLEM_SHOWN_S
+        self._problem = _Problem(assignment.coordinator, kind, words, until, is_lost)
+
+    def _clear_problem(self, assignment: Assignment, kind: int) -> None:
+        """What failed for a coordinator has now succeeded for it, with whichever slice."""
+        problem = self._problem
+        if problem is not None and problem.coordinator == assignment.coordinator and kind >= problem.kind:
+            self._problem = None
 
     def _advance(self, lease: str) -> None:
         self._progress[lease] = self._progress.get(lease, 0) + 1

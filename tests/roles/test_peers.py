@@ -202,6 +202,8 @@ async def test_one_target_that_is_dead_does_not_keep_another_waiting(autojump_cl
         await start(nursery, hub, ann)
         assert ann.peers.hubs() == (hub.transport.peer_id,)
         (warning,) = ann.joiner.warnings()
+        assert ann.joiner.trying() == (dead.peer_id,)
+        assert ann.joiner.targets == (dead.peer_id, hub.transport.peer_id)
         assert dead.peer_id in warning
         assert "refused" in warning
 
@@ -228,3 +230,9 @@ def test_addresses_of_one_peer_are_one_target():
 def test_an_address_that_names_no_peer_is_a_usage_error_before_anything_starts(address):
     with pytest.raises(UsageError):
         join_targets([address])
+
+
+def test_a_mistyped_ticket_is_not_repeated_as_a_whole():
+    ticket = "kvasir2" + "s3cret" * 20
+    with pytest.raises(UsageError, match=r"got 'kvasir2s3crets3c…'$"):
+        join_targets([ticket])

@@ -6,7 +6,7 @@ import pytest
 import trio
 from role_fakes import EXPERT_BYTES, SLICES, hub_on, open_world, request_for, with_slices
 
-from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason
+from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unreachable
 from kvasir_node.decide.placement import HubsKnown, Stage
 from kvasir_node.roles.faults import CorruptingStore, SilentCompute
 from kvasir_node.roles.worker import FINISH_CALLS_S, PROBLEM_SHOWN_S
@@ -357,6 +357,31 @@ async def test_an_offer_that_does_not_fit_is_told_in_words_and_given_back(autoju
         await trio.sleep(0.9 * PROBLEM_SHOWN_S)
         carl.wants = {}
         await trio.sleep(2 * PROBLEM_SHOWN_S)
+        assert ann.worker.problems() == ()
+
+
+@pytest.mark.parametrize("is_hub", [True, False])
+async def test_a_coordinator_that_came_back_is_no_problem_any_more(autojump_clock, tmp_path, is_hub):
+    async with open_world(tmp_path) as world:
+        carl = world.coordinator
+        carl.wants = with_slices(SLICES[:1])
+        world.nursery.start_soon(world.keep_reporting)
+        ann = await world.add_worker()
+        require = ann.worker._require_member
+
+        async def lost(peer) -> None:
+            raise Unreachable(f"{peer} is not a member of this swarm: no proof within 8 s")
+
+        ann.worker._require_member = lost
+        await world.until(lambda: ann.worker.problems() != ())
+        ann.worker.tell(HubsKnown((world.hub_transport.peer_id,)))
+        assert ann.worker.problems() != ()  # another hub's return says nothing about this coordinator
+        if is_hub:
+            ann.worker.tell(HubsKnown((world.hub_transport.peer_id, carl.transport.peer_id)))
+        else:
+            carl.proves = False
+            ann.worker._require_member = require
+            await world.until(lambda: Stage.TRIAL in ann.stages(), 0.8 * PROBLEM_SHOWN_S)
         assert ann.worker.problems() == ()
 
 

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 from typer.testing import CliRunner
 
 from kvasir_node import __version__
-from kvasir_node.surfaces import cli
+from kvasir_node.surfaces import cli, talk
 from kvasir_node.surfaces.fake_node import FAKE_PEER, FAKE_PIECES, busy_snapshot
+from kvasir_node.surfaces.talk import Conversation
 
 SCRIPT = Path(__file__).with_name("fake_up.py")
 NOWHERE = "http://127.0.0.1:9"
@@ -138,6 +140,19 @@ def test_peers_and_demand_as_text(run, data_dir):
 def test_run_streams_one_answer_to_stdout(run, data_dir):
     assert run("run", "--data-dir", data_dir, "demo", "hello") == (0, "".join(FAKE_PIECES) + "\n", "")
     assert run("run", "--data-dir", data_dir, "--max-tokens", "1", "demo", "hello")[1] == FAKE_PIECES[0] + "\n"
+
+
+def test_run_bounds_an_answer_unless_it_is_told_to_go_on(run, data_dir, monkeypatch):
+    asked: list[dict[str, Any]] = []
+
+    class Recording(Conversation):
+        def ask(self, text: str, out: TextIO) -> None:
+            asked.append(self.options)
+
+    monkeypatch.setattr(talk, "Conversation", Recording)
+    for flags in ((), ("--max-tokens", "9"), ("--max-tokens", "0")):
+        assert run("run", "--data-dir", data_dir, *flags, "demo", "hello")[0] == 0
+    assert asked == [{"max_tokens": 256}, {"max_tokens": 9}, {}]
 
 
 def test_run_takes_the_prompt_from_a_pipe(data_dir):

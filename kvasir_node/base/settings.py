@@ -182,6 +182,7 @@ _MAY_BE_ZERO = {
     "store.upload_bytes_s",
     "store.download_bytes_s",
 }
+_NUMBER_END = 1e15  # above it a float no longer tells whole numbers apart
 _AT_MOST = {  # far above what any machine can use: a slip of the finger is told before it costs all memory
     "node.threads": 1024,
     "coordinator.slots": 4096,
@@ -224,7 +225,7 @@ def parse_size(text: str) -> int:
     """Bytes of "512M", "2GiB", "100000"; K, M, G, T are powers of 1024."""
     match = _SIZE.match(text.strip())
     if match is None:
-        raise UsageError(f"a size is a number with an optional K, M, G or T, such as 512M; got {text!r}")
+        raise UsageError(f"a size is a number with an optional K, M, G or T, such as 512M; got {text[:40]!r}")
     power = " KMGT".find(match[2][0].upper()) if match[2] else 0
     return int(float(match[1]) * 1024 ** max(power, 0))
 
@@ -353,16 +354,18 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
             number: int | float = parse_size(value)
         else:
             number = kind(value)
-    except (TypeError, ValueError, OverflowError, UsageError) as error:
+    except UsageError as error:
+        raise UsageError(f"setting {key}: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
         raise wrong from error
     if kind is int and isinstance(value, float) and number != value:
         raise wrong
     if key.endswith("_ratio") and number > 1:
         raise UsageError(f"setting {key} is a share of the whole and at most 1; got {value!r}")
     low = 0 if key in _MAY_BE_ZERO else 1e-9
-    if not low <= number < 1e15:
+    if not low <= number < _NUMBER_END:
         least = "zero or more" if key in _MAY_BE_ZERO else "above zero"
-        raise UsageError(f"setting {key} must be {least}; got {value!r}")
+        raise UsageError(f"setting {key} must be {least} and below {_NUMBER_END:g}; got {value!r}")
     if number > _AT_MOST.get(key, number):
         raise UsageError(f"setting {key} is at most {_AT_MOST[key]}; got {value!r}")
     return number

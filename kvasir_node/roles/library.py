@@ -13,6 +13,7 @@ from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.indexing import IndexedModel, index_checkpoint
+from kvasir_node.model.text import TextModel
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
 
@@ -35,6 +36,7 @@ def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
     """
 
     def index(path: Path, name: str | None, progress: Progress | None) -> IndexedModel:
+        TextModel(path)  # hashing may take minutes; a tokenizer that cannot be read is told before, and not kept
         block_bytes = settings.store.block_bytes
         return index_checkpoint(open_checkpoint(path), name=name, block_bytes=block_bytes, progress=progress)
 

@@ -31,6 +31,8 @@ CATALOG_BYTES_MAX = 8 << 20
 INDEX_BYTES_MAX = 512 << 20  # about 80 bytes a block: 6 million blocks of 1 MiB
 _FILES_MAX = 8192
 _BLOCKS_MAX = 1 << 23
+_CATALOG_ADVICE = " and add the models again with `kvasir-node add PATH`: only names and indexes are in it, no weights"
+_INDEX_ADVICE = ": the model is indexed again when it is next used by its name, and keeps its id"
 
 Progress = Callable[[int, int], None]
 Indexer = Callable[[Path, str | None, Progress | None], IndexedContent]
@@ -83,8 +85,10 @@ class Catalog:
     def add(self, path: Path, *, name: str | None = None, progress: Progress | None = None) -> CatalogEntry:
         """Indexes a checkpoint and serves its blocks from where it lies; adding it again indexes it again.
 
-        Raises UsageError when another checkpoint has the name, and whatever the indexer raises.
+        Raises UsageError when another checkpoint has the name or it is empty, and whatever the indexer raises.
         """
+        if name is not None and not name.strip():
+            raise UsageError(f"the name of a model has at least one letter, got {name!r}", param="name")
         folder = path.absolute()
         content = self._indexer(folder, name, progress)
         entry = CatalogEntry(content.model, content.name, folder)
@@ -223,7 +227,7 @@ class Catalog:
         if not self._file.exists():
             return []
         data = self._read_file(self._file, CATALOG_BYTES_MAX)
-        with _damaged(self._file):
+        with _damaged(self._file, _CATALOG_ADVICE):
             fields = _open_document(data, "catalog", CATALOG_BYTES_MAX)
             entries = fields.items("models", MODELS_MAX, _decode_entry)
             fields.end()
@@ -261,14 +265,11 @@ class Catalog:
 
 
 @contextlib.contextmanager
-def _damaged(file: Path) -> Iterator[None]:
+def _damaged(file: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except (Misbehaved, DataError) as error:
-        raise DataError(
-            f"{file} is damaged or of another version ({error}); delete it and add the models again with "
-            "`kvasir-node add PATH`: only names and indexes are in it, no weights"
-        ) from error
+        raise DataError(f"{file} is damaged or of another version ({error}); delete it{advice}") from error
 
 
 def _open_document(data: bytes, kind: str, bytes_max: int) -> Fields:
@@ -314,7 +315,7 @@ def _encode_index(blocks: Mapping[Cid, BlockSource]) -> bytes:
 
 
 def _decode_index(data: bytes, file: Path) -> tuple[tuple[_Stamp, ...], dict[Cid, BlockSource]]:
-    with _damaged(file):
+    with _damaged(file, _INDEX_ADVICE):
         fields = _open_document(data, "index", INDEX_BYTES_MAX)
         stamps = fields.items("files", _FILES_MAX, _decode_stamp)
         headers: dict[bytes, bytes] = {}  # the same few headers occur once per expert

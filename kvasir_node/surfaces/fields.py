@@ -11,6 +11,8 @@ from typing import Any
 
 from kvasir_node.base.errors import UsageError
 
+SHOWN_MAX = 40  # characters of a number that came, in the message that refuses it
+
 
 def number(given: Mapping[str, Any], name: str, default: float, fits: Callable[[float], bool], range_: str) -> float:
     value = given.get(name, default)
@@ -75,4 +77,8 @@ def kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, int | float) and abs(value) < 1e300 else kind(value)
+    """A number as it came, as far as it is short."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return kind(value)
+    text = repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."

@@ -36,8 +36,11 @@ def add(
     from kvasir_node.roles.library import open_library
 
     _, catalog = open_library(context.obj.settings())
+    before = next((each for each in catalog.list() if each.path == path.absolute()), None)
     with _Percent() as percent:
         entry = catalog.add(path, name=name, progress=percent)
+    if before is not None and before.model != entry.model:
+        print(f"replaces {before.name} {before.model}: another name or other files, another id", file=sys.stderr)
     print(entry.model)
 
 
@@ -50,20 +53,26 @@ def ls(context: typer.Context, as_json: JsonFlag = False) -> None:
     settings = context.obj.settings()
     store, catalog = open_library(settings)
     models: list[dict[str, Any]] = [
-        {"id": each.model, "name": each.name, "path": str(each.path) if each.path else None, "bytes": each.nbytes}
+        {
+            "id": each.model,
+            "name": each.name,
+            "path": str(each.path) if each.path else None,
+            "bytes": each.nbytes,
+            "missing": each.path is not None and not each.path.exists(),
+        }
         for each in stored_models(store, catalog)
     ]
     if not any(model["name"] == DEMO for model in models):  # it gets its id when it is first used
         folder = demo_folder()
         nbytes = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
-        models.insert(0, {"id": None, "name": DEMO, "path": str(folder), "bytes": nbytes})
+        models.insert(0, {"id": None, "name": DEMO, "path": str(folder), "bytes": nbytes, "missing": False})
     if as_json:
         own_bytes = sum(size for _, size in store.own())
         blocks = {"bytes": own_bytes, "quota_bytes": settings.store.quota_bytes}
         _print_json({"schema": "kvasir.models/1", "models": models, "blocks": blocks})
         return
     for model in models:
-        where = model["path"] or "(blocks)"
+        where = f"{model['path'] or '(blocks)'}{'  (missing)' if model['missing'] else ''}"
         print(f"{model['name']:<24} {_size(model['bytes']):>9} {model['id'] or '-':<59} {where}")
 
 

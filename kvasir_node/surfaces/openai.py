@@ -25,6 +25,7 @@ CHOICES_MAX = 16  # each takes a place of its own
 PROMPTS_MAX = 64  # times the choices of each
 TOP_LOGPROBS_MAX = 20
 BIASES_MAX = 1024
+NUMBER_DIGITS_MAX = 400  # more than any float has before its point
 
 _COMMON = frozenset(
     (  # noqa: SIM905
@@ -64,7 +65,7 @@ class ApiRequest:
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """Strict JSON in UTF-8 whose top is an object; raises UsageError."""
     try:
-        document = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        document = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_int=_bounded_int)
     except RecursionError as error:
         raise UsageError("the request body is nested too deeply") from error
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -231,3 +232,12 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _bounded_int(digits: str) -> int:
+    """Reading digits takes time that grows with their square, so Python itself has a bound and advises to raise it."""
+    if len(digits) > NUMBER_DIGITS_MAX:
+        raise UsageError(
+            f"the request body holds a number with more than {NUMBER_DIGITS_MAX} digits", code="invalid_json"
+        )
+    return int(digits)

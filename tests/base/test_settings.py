@@ -152,6 +152,19 @@ def test_bad_values_are_named(key, given_value):
 
 
 @pytest.mark.parametrize(
+    ("key", "given_value", "words"),
+    [
+        ("worker.memory_bytes", "2X", "a size is a number with an optional K, M, G or T, such as 512M; got '2X'"),
+        ("market.poll_interval_s", "inf", r"above zero and below 1e\+15; got 'inf'"),
+        ("coordinator.queue", 10**20, r"zero or more and below 1e\+15"),
+    ],
+)
+def test_a_bad_number_is_told_what_would_be_good(key, given_value, words):
+    with pytest.raises(UsageError, match=f"setting {key} ?.*{words}"):
+        load_settings(flags={key: given_value})
+
+
+@pytest.mark.parametrize(
     ("source", "named"),
     [
         ({"flags": {"coordinator.slot": 1}}, "coordinator.slot"),

@@ -203,6 +203,26 @@ def test_a_damaged_catalog_says_what_to_do(world, data):
         world.catalog.list()
 
 
+def test_a_damaged_index_need_only_be_deleted(world):
+    entry = world.catalog.add(world.checkpoint("alpha", b"alpha weights"))
+    file = world.data_dir / "index" / f"{entry.model}.cbor"
+    file.write_bytes(b"not cbor")
+    world.restart()
+    with pytest.raises(DataError, match=r"\.cbor is damaged .* delete it: the model is indexed again") as caught:
+        world.catalog.open("alpha")
+    assert "add PATH" not in str(caught.value)
+    file.unlink()
+    assert world.catalog.open("alpha") == entry
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_model_needs_a_name(world, name):
+    with pytest.raises(UsageError, match="name of a model") as caught:
+        world.catalog.add(world.checkpoint("alpha", b"x"), name=name)
+    assert caught.value.param == "name"
+    assert world.catalog.list() == ()
+
+
 def test_a_flipped_byte_of_an_index_is_an_error_or_harmless(world):
     entry = world.catalog.add(world.checkpoint("alpha", b"alpha weights"))
     file = world.data_dir / "index" / f"{entry.model}.cbor"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,25 +55,58 @@ def test_ls_shows_sizes(run):
     assert "MiB" in out
 
 
-def test_verify_reads_all_and_finds_an_edited_checkpoint(run, tmp_path):
-    checkpoint = tmp_path / "mine"
-    checkpoint.mkdir()
+@pytest.fixture
+def mine(tmp_path) -> Path:
+    """A checkpoint outside of the data directory."""
+    folder = tmp_path / "mine"
     demo = Path(cli.__file__).parents[1] / "demo"
-    for file in demo.iterdir():
-        (checkpoint / file.name).write_bytes(file.read_bytes())
-    assert run("add", str(checkpoint))[0] == 0
+    shutil.copytree(demo, folder)
+    return folder
+
+
+def test_ls_marks_a_model_whose_folder_is_gone(run, mine):
+    assert run("add", str(mine))[0] == 0
+    assert "missing" not in run("ls")[1]
+    mine.rename(mine.with_name("elsewhere"))
+    assert f"{mine}  (missing)" in run("ls")[1]
+    models = json.loads(run("ls", "--json")[1])["models"]
+    assert {model["name"]: model["missing"] for model in models} == {"demo": False, "mine": True}
+
+
+def test_another_name_for_the_same_folder_says_that_the_id_changes(run, mine):
+    code, first, err = run("add", str(mine))
+    assert (code, err) == (0, "")
+    assert run("add", str(mine)) == (0, first, "")
+    code, second, err = run("add", str(mine), "--name", "yours")
+    assert (code, err) == (0, f"replaces mine {first.strip()}: another name or other files, another id\n")
+    assert second != first
+    assert run("add", str(mine), "--name", "")[0] == 2
+
+
+@pytest.mark.parametrize("text", [None, "{}", "not json"])
+def test_a_checkpoint_without_a_readable_tokenizer_is_not_added(run, mine, text):
+    tokenizer = mine / "tokenizer.json"
+    tokenizer.unlink() if text is None else tokenizer.write_text(text)
+    code, out, err = run("add", str(mine))
+    assert (code, out) == (5, "")
+    assert "tokenizer.json" in err
+    assert "mine" not in run("ls")[1]
+
+
+def test_verify_reads_all_and_finds_an_edited_checkpoint(run, mine):
+    assert run("add", str(mine))[0] == 0
     code, out, err = run("verify", "mine")
     assert (code, err) == (0, "")
     assert "all of it right" in out
-    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data = bytearray((mine / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(data)
+    (mine / "model.safetensors").write_bytes(data)
     code, out, err = run("verify", "--json")
     assert code == 5
     assert "add it again" in err
-    assert [each["path"] for each in json.loads(out)["damaged"]] == [str(checkpoint / "model.safetensors")]
+    assert [each["path"] for each in json.loads(out)["damaged"]] == [str(mine / "model.safetensors")]
     assert run("rm", "mine") == (0, "", "mine: 0 B freed\n")
-    assert (checkpoint / "model.safetensors").exists()
+    assert (mine / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("verb", ["verify", "rm"])

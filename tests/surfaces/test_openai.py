@@ -350,3 +350,19 @@ def test_any_body_is_taken_or_refused_by_name(body, parse):
     else:
         assert refusal.param
         json.dumps([refusal.param, str(refusal)], ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        ("1e999", "temperature must be a number from 0 to 2, got inf"),
+        ("7" * 300, f"temperature must be a number from 0 to 2, got {'7' * 40}..."),
+        ("7" * 10_000, "the request body holds a number with more than 400 digits"),
+        ("-" + "7" * 10_000, "the request body holds a number with more than 400 digits"),
+    ],
+)
+def test_a_number_of_absurd_size_is_refused_in_our_own_words(number, message):
+    body = json.dumps({"model": "m", "messages": USER, "temperature": "NUMBER"}).replace('"NUMBER"', number)
+    with pytest.raises(UsageError) as caught:
+        parse_chat(parse_json_object(body.encode()))
+    assert message in str(caught.value)

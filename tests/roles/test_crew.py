@@ -23,6 +23,7 @@ from fanout_fakes import (
 
 from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import ModelId, SliceId, cid_of
+from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
 from kvasir_node.roles.trials import TrialScope, trial_request
@@ -352,7 +353,7 @@ async def test_a_late_answer_makes_the_next_deadline_longer(autojump_clock, loop
         loop.crew.report(loop.call(worker.peer, FIRST, seed), None)
         await trio.sleep(0.1)
     before = loop.crew.deadline_s(worker.peer, 4, 0.0)
-    assert before == 0.05  # the floor
+    assert before == FanoutSettings().deadline_floor_s
     worker.held_back = trio.Event()
     await late(loop, loop.call(worker.peer, FIRST))
     await trio.sleep(1.5)

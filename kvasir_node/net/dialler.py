@@ -47,6 +47,7 @@ class DialAddress:
     host: str = ""
     port: int = 0
     is_ipv6: bool = False
+    is_websocket: bool = False
     refusal: str = ""
 
 
@@ -72,17 +73,26 @@ def _parse_address(text: str) -> tuple[PeerId, DialAddress]:
         raise UsageError(f"{text[:200]} names no peer; expected it to end with /p2p/PEER")
     peer = PeerId(str(parts[-1][1]))
     names = [name for name, _ in parts[:-1]]
-    if len(names) != 2 or names[0] not in _HOST_PROTOCOLS or names[1] != "tcp":
-        return peer, DialAddress(text, refusal="not a plain TCP address")
+    if "p2p-circuit" in names:
+        return peer, DialAddress(text, refusal="goes through a relay, which this version cannot dial yet")
+    if names[0] not in _HOST_PROTOCOLS or names[1:] not in (["tcp"], ["tcp", "ws"]):
+        return peer, DialAddress(text, refusal="neither a plain TCP nor a WebSocket address")
     host, port = str(parts[0][1]), int(str(parts[1][1]))
     if names[0] in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
         return peer, DialAddress(text, refusal="an unspecified address is nobody's")
-    return peer, DialAddress(text, host, port, is_ipv6=names[0] in ("ip6", "dns6"))
+    is_ipv6, is_websocket = names[0] in ("ip6", "dns6"), names[-1] == "ws"
+    return peer, DialAddress(text, host, port, is_ipv6=is_ipv6, is_websocket=is_websocket)
 
 
 def plan_dials(addresses: Sequence[DialAddress]) -> list[DialAddress]:
-    """The order to start attempts in: IPv4 and IPv6 in turn, IPv4 first, otherwise as given; at most 16."""
+    """The order to start attempts in: IPv4 and IPv6 in turn, IPv4 first, otherwise as given; at most 16.
+
+    A WebSocket is only tried where no plain address has its host and port, and after all plain ones.
+    """
     usable = [address for address in addresses if not address.refusal]
+    plain = {(address.host, address.port) for address in usable if not address.is_websocket}
+    usable = [address for address in usable if not address.is_websocket or (address.host, address.port) not in plain]
+    usable.sort(key=lambda address: address.is_websocket)
     turns = zip_longest((a for a in usable if not a.is_ipv6), (a for a in usable if a.is_ipv6))
     return [address for address in chain.from_iterable(turns) if address is not None][:ADDRESSES_MAX]
 

@@ -48,6 +48,7 @@ from kvasir_node.net.noise_session import BufferedNoise
 from kvasir_node.net.raw_link import TcpStream
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Connection, PeerConnected, PeerLost, StreamHandler
+from kvasir_node.net.websocket import WebSocketStream, accept_websocket, begins_as_http, connect_websocket
 
 UPGRADE_TIMEOUT_S = 10  # an inbound connection must be authenticated by then; libp2p wants whole seconds
 HANDSHAKES_MAX = 64  # inbound connections that are not authenticated yet
@@ -150,7 +151,9 @@ class Libp2pTransport(INotifee):
         return self._table.bytes_out
 
     def addresses(self) -> tuple[str, ...]:
-        return tuple(f"{text}/p2p/{self._peer_id}" for each in self._listeners for text in each.addresses())
+        texts = [text for each in self._listeners for text in each.addresses()]
+        texts.sort(key=lambda text: text.endswith("/ws"))  # whoever keeps only some keeps the plain ones
+        return tuple(f"{text}/p2p/{self._peer_id}" for text in texts)
 
     def connections(self) -> tuple[Connection, ...]:
         return self._table.snapshot()
@@ -231,7 +234,10 @@ class Libp2pTransport(INotifee):
         tcp = TcpStream(await trio.open_tcp_stream(address.host, address.port))
         try:
             upgrader = self.swarm.upgrader
-            session = await upgrader.upgrade_security(RawConnection(tcp, True), True, remote)
+            raw = RawConnection(tcp, True)
+            if address.is_websocket:
+                raw = _websocket_connection(await connect_websocket(tcp, address.host, address.port), is_initiator=True)
+            session = await upgrader.upgrade_security(raw, True, remote)
             return cast("YamuxConnection", await upgrader.upgrade_connection(session, remote))
         except BaseException:
             tcp.close_now()
@@ -254,7 +260,11 @@ class Libp2pTransport(INotifee):
                 raise KvasirError(f"{self._settings.peers_max} peers are connected already")
             self._handshakes.acquire_on_behalf_of_nowait(tcp)
             try:
-                muxed = await self.swarm.upgrade_inbound_raw_conn(RawConnection(tcp, False), _ANY_ADDRESS)
+                with trio.fail_after(UPGRADE_TIMEOUT_S):
+                    raw = RawConnection(tcp, False)
+                    if await begins_as_http(tcp):
+                        raw = _websocket_connection(await accept_websocket(tcp), is_initiator=False)
+                    muxed = await self.swarm.upgrade_inbound_raw_conn(raw, _ANY_ADDRESS)
             finally:
                 self._handshakes.release_on_behalf_of(tcp)
             await cast("YamuxConnection", muxed).wait_ended()
@@ -325,6 +335,12 @@ class Libp2pTransport(INotifee):
                     nursery.start_soon(live.muxed.close, "this node is shutting down")
             await self.host.close()
         self._table.close()
+
+
+def _websocket_connection(stream: WebSocketStream, *, is_initiator: bool) -> RawConnection:
+    remote = stream.get_remote_address()
+    known = [Multiaddr(f"/ip{6 if ':' in remote[0] else 4}/{remote[0]}/tcp/{remote[1]}/ws")] if remote else []
+    return RawConnection(stream, is_initiator, addresses=known)
 
 
 def _new_swarm(settings: NetworkSettings, key: KeyPair, table: ConnectionTable) -> _GuardedSwarm:

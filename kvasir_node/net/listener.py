@@ -34,10 +34,14 @@ class TcpListener(IListener):
         self._is_closed = False
 
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs without a peer: 0.0.0.0 and :: become the addresses of all interfaces."""
+        """Multiaddrs without a peer: 0.0.0.0 and :: become the addresses of all interfaces.
+
+        Each is there twice, the second time for WebSockets, which come to the same port.
+        """
         host, port = self._bound
         hosts = expand_host(host, _interface_hosts())
-        return tuple(f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}" for each in hosts)
+        plain = [f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}" for each in hosts]
+        return (*plain, *(f"{each}/ws" for each in plain))
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
         return tuple(Multiaddr(text) for text in self.addresses())

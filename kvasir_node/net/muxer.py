@@ -227,9 +227,10 @@ class YamuxConnection(IMuxedConn):
         return stream
 
     def _add_stream(self, stream_id: int) -> YamuxStream:
-        stream = YamuxStream(self, self, stream_id, self._settings.stream_window_bytes)
+        is_inbound = self._is_inbound(stream_id)
+        stream = YamuxStream(self, self, stream_id, self._settings.stream_window_bytes, is_inbound=is_inbound)
         self._streams[stream_id] = stream
-        self._inbound_count += self._is_inbound(stream_id)
+        self._inbound_count += is_inbound
         return stream
 
     def _is_inbound(self, stream_id: int) -> bool:

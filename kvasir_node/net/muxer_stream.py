@@ -24,6 +24,7 @@ from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, WINDOW_BYTES_MAX,
 
 SEND_QUEUE_BYTES = 256 * 1024  # a writer waits while its stream holds this much unsent
 READ_BYTES = 256 * 1024
+FIRST_CLOSE_S = 0.03
 _AT_ONCE_BYTES = 60 * 1024  # a message this small goes in one frame, without being queued, if nothing else is
 GROWTH_S = 0.25e-3
 QUICK_BYTES = 64 * 1024  # a stream with no more to send than this goes before those with more
@@ -69,11 +70,14 @@ class StreamOwner(Protocol):
 class YamuxStream(IMuxedStream):
     """Both the stream that our code uses (`receive`, `send`, `finish`) and the one libp2p's own protocols use."""
 
-    def __init__(self, owner: StreamOwner, muxed_conn: IMuxedConn, stream_id: int, window_bytes_max: int) -> None:
+    def __init__(
+        self, owner: StreamOwner, muxed_conn: IMuxedConn, stream_id: int, window_bytes_max: int, *, is_inbound: bool
+    ) -> None:
         self.muxed_conn = muxed_conn
         self.stream_id = stream_id
         self.finished = False  # by us: nobody will read; what still comes is dropped
         self.scheduled = False  # waits in the connection's round of senders
+        self.is_inbound = is_inbound
         self.yields = False  # to all other streams of the connection
         self._owner = owner
         self._failure: str | None = None
@@ -82,7 +86,7 @@ class YamuxStream(IMuxedStream):
         self._receive_window = INITIAL_WINDOW_BYTES  # what the peer may still send
         self._window_target = INITIAL_WINDOW_BYTES
         self._window_max = max(INITIAL_WINDOW_BYTES, window_bytes_max)
-        self._given_back_at = owner.now()
+        self._opened_at = self._given_back_at = owner.now()
         self._uncredited_bytes = 0  # read, and not yet given back to the peer as window
         self._remote_closed = False
         self._unsent: deque[memoryview] = deque()
@@ -340,9 +344,19 @@ class YamuxStream(IMuxedStream):
     # --- ending ---
 
     async def close(self) -> None:
-        """Ends our direction once everything queued is sent; the other may go on."""
-        await trio.lowlevel.checkpoint_if_cancelled()
-        self._close_now()
+        """Ends our direction once everything queued is sent; the other may go on.
+
+        Not sooner than FIRST_CLOSE_S after the peer opened the stream: js-libp2p (3.3.11) fails to read an answer
+        whose end arrives with the answer to its protocol choice, as identify's would. Cancel-safety: closes.
+        """
+        young_until = self._opened_at + FIRST_CLOSE_S
+        try:
+            if self.is_inbound and self._owner.now() < young_until:
+                await trio.sleep_until(young_until)
+            else:
+                await trio.lowlevel.checkpoint_if_cancelled()
+        finally:
+            self._close_now()
 
     def finish(self) -> None:
         """Closes, and drops whatever the peer still sends: nobody reads this stream any more."""

@@ -61,6 +61,7 @@ class TcpStream(ReadWriteCloser):
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # where trio sets 16 KiB
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._remote_address = self._peer_name()
+        self._unread = b""
         self._is_drained = True  # the last receive got less than it had room for: the next one has to wait
 
     def _peer_name(self) -> tuple[str, int] | None:
@@ -96,6 +97,10 @@ class TcpStream(ReadWriteCloser):
     async def receive_into(self, buffer: memoryview) -> int:
         if self._socket.fileno() < 0:
             raise ConnectionClosedError("the connection was closed by us")
+        if self._unread:
+            taken, self._unread = self._unread[: len(buffer)], self._unread[len(buffer) :]
+            buffer[: len(taken)] = taken
+            return len(taken)
         if not self._is_drained:
             await trio.lowlevel.checkpoint()  # else a fast peer would keep every other task from running
         while True:
@@ -114,6 +119,10 @@ class TcpStream(ReadWriteCloser):
             return count
 
     # --- the shape that libp2p's handshake expects ---
+
+    def unread(self, data: bytes) -> None:
+        """Gives bytes back that the next receive shall see first."""
+        self._unread = data + self._unread
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to n bytes, b"" at the end."""

@@ -3,7 +3,7 @@ import socket
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import KvasirError, Unreachable, UsageError
@@ -51,6 +51,7 @@ def test_the_order_of_attempts(given_order, expected):
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=30))
+@settings(deadline=None)
 def test_no_address_is_planned_that_was_not_given_and_none_of_the_first_is_lost(fours, sixes):
     addresses = [v4(n) for n in dict.fromkeys(fours)] + [v6(n) for n in dict.fromkeys(sixes)]
     planned = plan_dials(addresses)
@@ -75,7 +76,7 @@ def test_addresses_are_parsed_once_each_with_the_reason_when_unusable():
         ("192.0.2.1", 9, False, ""),
         ("2001:db8::1", 9, True, ""),
         ("example.org", 9, False, ""),
-        ("", 0, False, "not a plain TCP address"),
+        ("", 0, False, "neither a plain TCP nor a WebSocket address"),
         ("", 0, False, "an unspecified address is nobody's"),
     ]
 

@@ -1,9 +1,11 @@
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -343,3 +345,67 @@ async def test_a_stopped_or_killed_process_is_noticed(open_hosts, tmp_path, how,
         child.kill()
         child.wait()
         child.stdout.close()
+
+
+PING, IDENTIFY = "/ipfs/ping/1.0.0", "/ipfs/id/1.0.0"
+
+
+@pytest.mark.parametrize("ending", ["", "/ws"])
+async def test_a_stock_host_pings_identifies_and_exchanges_4_mb(sockets_left_by_stock, open_hosts, ending):
+    address = Multiaddr(f"/ip4/127.0.0.1/tcp/0{ending}")
+    stock, data = stock_host(address), os.urandom(4 * 1024 * 1024)
+
+    async def stock_echo(stream):
+        received = b""
+        while len(received) < len(data):
+            received += await stream.read(65_536)
+        await stream.write(received)
+        await stream.close()
+
+    async with open_hosts(1) as (ours,), stock.run([address]):
+        stock.set_stream_handler("/stock/echo/1", stock_echo)
+        ours.set_handler(ECHO, echo)
+        (own,) = [
+            each for each in ours.addresses() if each.split("/p2p/")[0].endswith(f"/tcp/{each.split('/')[4]}{ending}")
+        ]
+        remote = info_from_p2p_addr(Multiaddr(own))
+        with trio.fail_after(60):
+            await stock.connect(remote)
+            ping = await stock.new_stream(remote.peer_id, [PING])
+            await ping.write(bytes(range(32)))
+            assert await ping.read(32) == bytes(range(32))
+            identify = await stock.new_stream(remote.peer_id, [IDENTIFY])
+            assert ECHO.encode() in await identify.read(65_536)
+            theirs = await stock.new_stream(remote.peer_id, [ECHO])
+            await exchange(theirs, data)
+            (peer,) = [each.peer for each in ours.connections()]
+            stream = await ours.open_stream(peer, "/stock/echo/1")
+            await stream.write(data)
+            assert await read_exactly(stream, len(data)) == data
+
+
+@pytest.fixture
+def sockets_left_by_stock():
+    """A stock host that dialled leaves its socket to the garbage collector, which says so."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+async def exchange(stock_stream, data):
+    received = bytearray()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stock_stream.write, data)
+        while len(received) < len(data):
+            received += await stock_stream.read(65_536)
+    assert received == data
+
+
+@pytest.mark.parametrize("ending", ["", "/ws"])
+async def test_a_stock_host_is_dialled_by_either_address(open_hosts, ending):
+    address = Multiaddr(f"/ip4/127.0.0.1/tcp/0{ending}")
+    stock = stock_host(address)
+    async with open_hosts(1) as (ours,), stock.run([address]):
+        await ours.connect([str(each) for each in stock.get_addrs()])
+        assert ours.connections()[0].address.endswith("/ws") == bool(ending)

@@ -17,6 +17,7 @@ from kvasir_node.net.muxer import (
     CONTROL_FRAMES_MAX,
     FINISHED_LINGER_S,
     FRAME_PAYLOAD_BYTES,
+    LEAST_BYTES,
     YamuxConnection,
 )
 from kvasir_node.net.muxer_frames import INITIAL_WINDOW_BYTES, Flag, FrameType, pack
@@ -394,6 +395,150 @@ async def test_bulk_on_one_stream_does_not_keep_a_small_call_waiting():
         position = batch.index(pack(FrameType.DATA, Flag.NONE, small.stream_id, 16_384))
         assert sum(len(part) for part in batch[:position]) < BATCH_BYTES_MAX
         assert max(len(part) for part in batch) <= FRAME_PAYLOAD_BYTES
+
+
+def streams_of(batch):
+    """The streams whose data frames a batch holds, in order, with their sizes."""
+    found = []
+    for part in batch:
+        if len(part) == frames.HEADER_BYTES:
+            _, kind, _, stream_id, length = frames.HEADER.unpack(part)
+            if kind == FrameType.DATA:
+                found.append((stream_id, length))
+    return found
+
+
+async def test_calls_go_before_bulk_and_blocks_after_both():
+    async with muxer_pair(QUIET) as (left, right):
+        blocks, bulk, call = [(await stream_pair(left, right))[0] for _ in range(3)]
+        blocks.yields = True
+        for stream, size in ((blocks, MIB), (bulk, MIB), (call, 1000)):
+            assert stream.send_now(bytes(size))
+        sent = streams_of(left._next_batch())
+        assert sent[0] == (call.stream_id, 1000)
+        assert sent[1][0] == bulk.stream_id
+        assert sent[-1] == (blocks.stream_id, LEAST_BYTES)  # a little of it goes in every batch
+        assert sum(size for stream_id, size in sent if stream_id == blocks.stream_id) == LEAST_BYTES
+
+
+async def test_a_stream_that_yields_is_never_starved():
+    async with muxer_pair(QUIET) as (left, right), trio.open_nursery() as nursery:
+        blocks, theirs = await stream_pair(left, right)
+        bulk, sink = await stream_pair(left, right)
+        blocks.yields = True
+
+        async def flood():
+            while True:
+                await bulk.send(bytes(MIB))
+
+        async def drain():
+            while await sink.receive():
+                pass
+
+        nursery.start_soon(flood)
+        nursery.start_soon(drain)
+        await blocks.send(bytes(MIB))
+        with trio.fail_after(20):
+            assert len(await receive_exactly(theirs, MIB)) == MIB
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_send_that_cannot_wait_is_refused_whole_when_there_is_no_room():
+    async with muxer_pair(QUIET) as (left, right):
+        ours, theirs = await stream_pair(left, right)
+        accepted = 0
+        while ours.send_now(b"x" * 100_000):
+            accepted += 100_000
+        assert accepted < 2 * MIB
+        assert len(await receive_exactly(theirs, accepted)) == accepted
+        await trio.testing.wait_all_tasks_blocked()
+        assert ours.send_now(b"y")
+        assert await theirs.receive() == b"y"
+
+
+async def test_a_task_that_only_sends_lets_others_run():
+    async with muxer_pair(QUIET, sockets=True) as (left, right), trio.open_nursery() as nursery:
+        ours, theirs = await stream_pair(left, right)
+        ran = 0
+
+        async def count():
+            nonlocal ran
+            while True:
+                await trio.lowlevel.checkpoint()
+                ran += 1
+
+        async def drain():
+            while await theirs.receive():
+                pass
+
+        nursery.start_soon(count)
+        nursery.start_soon(drain)
+        for _ in range(1000):
+            await ours.send(b"x" * 10)
+        assert ran >= 10
+        nursery.cancel_scope.cancel()
+
+
+# --- pumping ---
+
+
+async def test_a_pump_delivers_what_was_there_what_comes_and_the_end():
+    async with muxer_pair() as (left, right):
+        ours, theirs = await stream_pair(left, right)
+        delivered = []
+        await ours.send(b"before")
+        await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(theirs.pump, lambda chunk: delivered.append(bytes(chunk)))
+            await trio.testing.wait_all_tasks_blocked()
+            await ours.send(b"after")
+            await ours.close()
+        assert delivered == [b"before", b"after"]
+
+
+async def test_what_a_delivery_raises_ends_the_pump_and_no_more():
+    def refuse(chunk):
+        raise ZeroDivisionError("a bug")
+
+    async with muxer_pair() as (left, right):
+        ours, theirs = await stream_pair(left, right)
+        other, there = await stream_pair(left, right)
+        async with trio.open_nursery() as nursery:
+
+            async def pump():
+                with pytest.raises(ZeroDivisionError):
+                    await theirs.pump(refuse)
+
+            nursery.start_soon(pump)
+            await trio.testing.wait_all_tasks_blocked()
+            await ours.send(b"x")
+        await other.send(b"still here")
+        assert await there.receive() == b"still here"
+
+
+async def test_a_cancelled_pump_loses_nothing(autojump_clock):
+    async with muxer_pair() as (left, right):
+        ours, theirs = await stream_pair(left, right)
+        delivered = []
+        with trio.move_on_after(1):
+            await theirs.pump(delivered.append)
+        await ours.send(b"for a reader")
+        assert await theirs.receive() == b"for a reader"
+        assert delivered == []
+
+
+async def test_a_reset_ends_a_pump():
+    async with muxer_pair() as (left, right):
+        ours, theirs = await stream_pair(left, right)
+        async with trio.open_nursery() as nursery:
+
+            async def pump():
+                with pytest.raises(Unreachable, match="reset by"):
+                    await theirs.pump(lambda chunk: None)
+
+            nursery.start_soon(pump)
+            await trio.testing.wait_all_tasks_blocked()
+            await ours.reset()
 
 
 # --- keepalive ---

@@ -27,8 +27,8 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    name: str = ""  # shown to other peers; empty = the host's name
-    roles: tuple[str, ...] = ("coordinator", "hub", "worker")
+    name: str = ""  # shown to other peers; empty = the host's name and the end of the peer id
+    roles: tuple[str, ...] = ("coordinator", "hub", "worker")  # what this node does: any of these
     data_dir: str = ""  # empty = $XDG_DATA_HOME/kvasir-node
     profile: str = "local"  # local | lan | wan: a set of defaults for the distances of the swarm
     device: str = "auto"  # auto | cpu | cuda:N
@@ -38,14 +38,14 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/9481",)
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/9481",)  # multiaddrs where other peers reach us; port 0 = any
     join: tuple[str, ...] = ()  # tickets or multiaddrs
     connect_timeout_s: float = 4 * SECONDS  # one address of one peer
     keepalive_interval_s: float = 2 * SECONDS  # a ping on a connection that was silent this long
     keepalive_timeout_s: float = 3 * SECONDS  # a peer that does not answer it this long is gone
-    peers_max: int = 512
+    peers_max: int = 512  # connections to other peers
     streams_max: int = 256  # of one connection
-    stream_window_bytes: int = 8 * MIB
+    stream_window_bytes: int = 8 * MIB  # received and not yet read, one stream
     connection_buffer_bytes: int = 64 * MIB  # received and not yet read, all streams of one connection
     frame_bytes_max: int = 32 * MIB  # one call's body
 
@@ -54,27 +54,27 @@ class NetworkSettings:
 class ApiSettings:
     listen: str = "127.0.0.1:9480"  # HOST:PORT; port 0 = any; empty = no API
     key: str = ""  # required as soon as `listen` is not loopback; only KVASIR_API__KEY or the file sets it
-    body_bytes_max: int = 4 * MIB
+    body_bytes_max: int = 4 * MIB  # one request's body
     heartbeat_s: float = 10 * SECONDS  # an SSE comment when nothing else was sent
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
-    model: str = "demo"
+    model: str = "demo"  # a name or id from `kvasir-node ls`, or the folder of a checkpoint
     slots: int = 4  # requests computed at once
     queue: int = 64  # requests that wait; one more is refused with 429
     context: int = 0  # tokens of prompt + answer per request; 0 = the model's own limit, at most 4096
     prefill_chunk: int = 256  # prompt tokens computed between two decode steps
     saturated_after_s: float = 0.5 * SECONDS  # every slot busy and the queue not empty this long
     calm_after_s: float = 5 * SECONDS  # queue empty and few slots busy this long
-    calm_busy_ratio: float = 0.75
+    calm_busy_ratio: float = 0.75  # few = at most this share of the slots
     dtype: str = "auto"  # auto | float32 | bfloat16: what the trunk and the experts compute in
     hold: str = "all"  # all | none | half: which routed experts are held here (half = the even ones of each layer)
 
 
 @dataclass(frozen=True, slots=True)
 class FanoutSettings:
-    enabled: bool = True
+    enabled: bool = True  # false = all experts are computed here
     when: str = "saturated"  # saturated | always (for tests and benchmarks)
     deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
     deadline_floor_s: float = 0.15 * SECONDS  # ... but never less than this: a busy machine is no silent worker
@@ -82,9 +82,9 @@ class FanoutSettings:
     spot_check_ratio: float = 0.01  # share of remote calls that are recomputed and compared
     trial_rows_max: int = 16  # rows of one trial
     trials_per_address_max: int = 8  # trials of one network address under way or failed within `trial_window_s`
-    trial_window_s: float = 60 * SECONDS
+    trial_window_s: float = 60 * SECONDS  # see `trials_per_address_max`
     cool_off_s: float = 5 * SECONDS  # first pause after a failure; doubles with each one
-    cool_off_max_s: float = 10 * MINUTES
+    cool_off_max_s: float = 10 * MINUTES  # ... up to this
     ban_after: int = 5  # wrong answers without a right one between them
     proof_ttl_s: float = 10 * MINUTES  # proof ends this long after the last right answer
     in_flight_max: int = 8  # calls under way to one worker
@@ -96,29 +96,29 @@ class MarketSettings:
     slices_max: int = 4096  # of one model
     surge_copies_max: int = 2  # copies of a slice wanted at full pressure, beyond what is missing
     report_interval_s: float = 1 * SECONDS  # coordinator to hub while demand changes
-    demand_ttl_s: float = 30 * SECONDS
-    gossip_interval_min_s: float = 1 * SECONDS
-    gossip_refresh_s: float = 10 * SECONDS
+    demand_ttl_s: float = 30 * SECONDS  # a report of demand counts this long
+    gossip_interval_min_s: float = 1 * SECONDS  # between two tables of one hub while demand changes
+    gossip_refresh_s: float = 10 * SECONDS  # ... and while it does not
     poll_interval_s: float = 2 * SECONDS  # an idle worker, ± half
-    lease_ttl_s: float = 15 * SECONDS
-    renew_interval_s: float = 3 * SECONDS
+    lease_ttl_s: float = 15 * SECONDS  # a lease that is not renewed ends after this
+    renew_interval_s: float = 3 * SECONDS  # a worker renews its lease this often
     progress_timeout_s: float = 60 * SECONDS  # a lease that is not proven by then ends
     tenure_min_s: float = 10 * SECONDS  # a worker that serves stays at least this long
     surplus_grace_s: float = 5 * SECONDS  # demand must be gone this long before a worker is let go
-    leases_max: int = 65536
-    issuers_max: int = 1024
-    clock_skew_max_s: float = 10 * MINUTES
+    leases_max: int = 65536  # of one hub
+    issuers_max: int = 1024  # coordinators that report to one hub
+    clock_skew_max_s: float = 10 * MINUTES  # a signed record is refused when clocks differ by more
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     memory_bytes: int = 2 * GIB  # experts held in memory
-    slices_max: int = 64
+    slices_max: int = 64  # leases of one worker at once
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    block_bytes: int = 1 * MIB
+    block_bytes: int = 1 * MIB  # checkpoints are indexed in blocks of this size; another size gives another model id
     fetch_in_flight_max: int = 8  # blocks asked of one provider at once
     fetch_timeout_s: float = 20 * SECONDS  # one block
     fetch_attempts_max: int = 8  # of one block, over all providers

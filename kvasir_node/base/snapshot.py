@@ -73,6 +73,15 @@ class WorkerPeerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberSnapshot:
+    """A peer that has proved to be of this swarm, as it describes itself."""
+
+    peer_id: str
+    name: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DemandSnapshot:
     model: str
     slice: str
@@ -126,6 +135,7 @@ class NodeSnapshot:
     hub: HubSnapshot | None
     worker: WorkerSnapshot | None
     net: NetSnapshot
+    members: tuple[MemberSnapshot, ...] = ()  # connected now
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": STATUS_SCHEMA, **asdict(self)}

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import trio
@@ -23,6 +24,7 @@ from kvasir_node.base.ids import Cid, ModelId, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     FanoutSnapshot,
+    MemberSnapshot,
     NetSnapshot,
     NodeSnapshot,
     SlotsSnapshot,
@@ -71,6 +73,8 @@ logger = logging.getLogger(__name__)
 READY_SCHEMA = "kvasir.ready/1"
 HUB_TIMEOUT_S = 4.0
 MEMBER_TIMEOUT_S = 8.0
+MEMBERS_SHOWN_MAX = 512  # in a snapshot
+_NAME_CHARS_MAX = 128  # of what a node says of itself
 _PEER_ID = r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b"  # of an Ed25519 key, which all peers here have
 
 
@@ -117,7 +121,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        return node_name(self._settings)
+        return node_name(self._settings, self._transport.peer_id)
 
     # Building: each role is made, wired and started in one place ------------------------------------------------
 
@@ -328,7 +332,12 @@ class Node:
             hub=self.hub.snapshot() if self.hub is not None else None,
             worker=self.worker.snapshot() if self.worker is not None else None,
             net=self._net_snapshot(),
+            members=self._members(),
         )
+
+    def _members(self) -> tuple[MemberSnapshot, ...]:
+        known = islice(self._peers.about().items(), MEMBERS_SHOWN_MAX)
+        return tuple(MemberSnapshot(peer, about.name, about.roles) for peer, about in known)
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = [*self._joiner.warnings(), *self._demand_refusals.values()]
@@ -368,8 +377,9 @@ def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:
     return re.sub(_PEER_ID, lambda match: name_of(PeerId(match[0])), text)
 
 
-def node_name(settings: Settings) -> str:
-    return settings.node.name or socket.gethostname()
+def node_name(settings: Settings, peer: PeerId) -> str:
+    """Two nodes of one machine have two names."""
+    return (settings.node.name or f"{socket.gethostname()[: _NAME_CHARS_MAX - 5]}-{peer[-4:]}")[:_NAME_CHARS_MAX]
 
 
 def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel | ModelId:
@@ -405,7 +415,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
         open_libp2p_transport(settings.network, data_dir / "node.key") as transport,
         open_gossip(transport) as gossip,
     ):
-        about = About(node_name(settings)[:128], kvasir_node.__version__, roles, transport.addresses())
+        about = About(node_name(settings, transport.peer_id), kvasir_node.__version__, roles, transport.addresses())
         membership = Membership(transport, swarm.secret, about.to_bytes())
         node = Node(settings, transport, membership, gossip, swarm)
         node.add_library(store, catalog)

@@ -5,7 +5,9 @@ It does not know where settings come from; a secret's value is never written.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from kvasir_node.base.settings import FILE_VERSION, SECTIONS, Settings
 
 SECRET_KEYS = frozenset({"api.key"})
+_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
 def settings_text(settings: Settings) -> str:
@@ -28,8 +31,28 @@ def settings_text(settings: Settings) -> str:
 
 
 def template_text() -> str:
-    """Every key with its default, commented out: a file to edit that changes nothing as it stands."""
-    return _file_text(Settings(), lambda key, name, value: f"# {name} = {toml_value(value)}")
+    """Every key with its default and meaning, commented out: a file to edit that changes nothing as it stands."""
+    meanings = _meanings()
+
+    def line(key: str, name: str, value: Any) -> str:
+        return f"# {name} = {toml_value(value)}  # {meanings.get(key, '')}".removesuffix("  # ")
+
+    return _file_text(Settings(), line)
+
+
+def _meanings() -> dict[str, str]:
+    """The comments beside the fields in base/settings.py, so that there is one place for them.
+
+    Nothing where the sources are not installed.
+    """
+    found: dict[str, str] = {}
+    for section in SECTIONS:
+        try:
+            source = inspect.getsource(type(getattr(Settings(), section)))
+        except OSError:
+            return {}
+        found |= {f"{section}.{name}": meaning for name, meaning in _FIELD.findall(source)}
+    return found
 
 
 def settings_document(settings: Settings) -> dict[str, Any]:

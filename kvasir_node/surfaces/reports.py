@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
+from kvasir_node.surfaces.words import clean, count_text, counted, duration_text, short_id, size_text
 
 Document = Mapping[str, Any]
 
@@ -41,7 +41,8 @@ def _status_rows(status: Document) -> Iterator[tuple[str, str]]:
     net = status.get("net") or {}
     if net:
         traffic = f"in {size_text(net['bytes_in'])}  out {size_text(net['bytes_out'])}"
-        yield "net", f"{net['peers']} peers  {traffic}  reachability {net['reachability']}"
+        reachability = "" if net["reachability"] == "unknown" else f"  reachability {net['reachability']}"
+        yield "net", f"{counted(net['peers'], 'peer')}  {traffic}{reachability}"
 
 
 def _coordinator_rows(status: Document) -> Iterator[tuple[str, str]]:
@@ -63,11 +64,16 @@ def _worker_counts(workers: Sequence[Document]) -> str:
 
 def peers_text(peers: Document) -> str:
     net = peers["net"]
-    lines = [f"{net['peers']} peers: {net['direct']} direct, {net['relayed']} relayed"]
+    lines = [f"{counted(net['peers'], 'peer')}: {net['direct']} direct, {net['relayed']} relayed"]
     for worker in peers["workers"]:
         rtt = "-" if worker["rtt_ms"] is None else f"{worker['rtt_ms']:.1f} ms"
         row = f"{clean(worker['name'], 20):<20} {short_id(worker['peer_id'])}  {worker['state']:<8} {worker['path']:<6}"
         lines.append(f"{row} {rtt:>9}  rows {count_text(worker['rows'])}  failures {worker['failures']}")
+    shown = {worker["peer_id"] for worker in peers["workers"]}
+    for member in peers.get("members") or ():
+        if member["peer_id"] not in shown:
+            roles = clean(",".join(member["roles"]), 40)
+            lines.append(f"{clean(member['name'], 20):<20} {short_id(member['peer_id'])}  {roles}")
     return "\n".join(lines)
 
 

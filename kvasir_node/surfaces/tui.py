@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from kvasir_node.base.snapshot import DemandSnapshot, NodeSnapshot, WorkerPeerSnapshot
-from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
+from kvasir_node.surfaces.words import clean, count_text, counted, duration_text, short_id, size_text
 
 WARNINGS_SHOWN = 3
 BAR_CELLS = 12
@@ -24,7 +24,9 @@ HELP = (
     "q          leave: finishes running answers, then stops (so does Ctrl-C)",
     "?          this help",
     "slots      answers computed at once; the queue holds those that wait",
-    "state      saturated: every slot busy and others waiting, so work may go to proven workers",
+    "state      saturated: every slot busy and others waiting, so work may go to proven workers;",
+    "           it stays so for a few seconds (coordinator.calm_after_s) after the burst is over",
+    "pressure   running and waiting requests per slot",
     "fan-out    whether experts are computed by workers now, and why",
     "demand     slices of experts that this hub wants held, and how many copies are there",
     "workers    + proven   ? on trial   ! suspect   x banned",
@@ -117,7 +119,8 @@ def bar(used: int, total: int) -> str:
 def _state(snapshot: NodeSnapshot) -> str:
     state = snapshot.slots.state
     shown = state.upper() if state == "saturated" else state
-    return f"{shown}   pressure {snapshot.slots.pressure:.2f}"
+    over = state == "saturated" and snapshot.slots.pressure < 1
+    return f"{shown}   pressure {snapshot.slots.pressure:.2f}{'   calm again soon' if over else ''}"
 
 
 def _throughput(snapshot: NodeSnapshot) -> str:
@@ -151,8 +154,9 @@ def _worker(snapshot: NodeSnapshot) -> str:
 
 def _net(snapshot: NodeSnapshot) -> str:
     net = snapshot.net
-    peers = f"{net.peers} peers ({net.direct} direct, {net.relayed} relayed)"
-    return f"{peers}   {net.reachability}   in {size_text(net.bytes_in)}  out {size_text(net.bytes_out)}"
+    peers = f"{counted(net.peers, 'peer')} ({net.direct} direct, {net.relayed} relayed)"
+    reachability = "" if net.reachability == "unknown" else f"   {net.reachability}"
+    return f"{peers}{reachability}   in {size_text(net.bytes_in)}  out {size_text(net.bytes_out)}"
 
 
 def _help(free: int) -> list[Text]:
@@ -162,8 +166,9 @@ def _help(free: int) -> list[Text]:
 def _lower(snapshot: NodeSnapshot, frame: Frame, free: int) -> list[Text]:
     """Workers and demand in what is left above the log, which keeps a few lines for itself."""
     upper = max(free - LOG_LINES_MIN - 1, 0)
-    demand = _demand(snapshot.hub.demand if snapshot.hub else (), upper // 2)
-    lines = demand + _workers(snapshot.workers, upper - len(demand))
+    lines = _demand(snapshot.hub.demand, upper // 2) if snapshot.hub is not None else []
+    if "coordinator" in snapshot.roles:
+        lines += _workers(snapshot.workers, upper - len(lines))
     log = [Text("log", style="dim underline")]
     count = free - len(lines) - 1
     log += [Text(clean(line)) for line in list(frame.log_lines)[-count:]] if count > 0 else []

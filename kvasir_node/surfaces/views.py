@@ -18,6 +18,7 @@ def peers_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "peer_id": snapshot.peer_id,
         "net": asdict(snapshot.net),
         "workers": [asdict(worker) for worker in snapshot.workers],
+        "members": [asdict(member) for member in snapshot.members],
     }
 
 

@@ -40,6 +40,11 @@ def count_text(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count < 1_000_000_000 else f"{count / 1e9:.1f}G"
 
 
+def counted(count: int, noun: str) -> str:
+    """1, "peer" -> "1 peer"; of nouns that take an s."""
+    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def short_id(identifier: str) -> str:
     """The end of a peer id or Cid: its beginning is the same for all."""
     return identifier if len(identifier) <= 10 else ".." + identifier[-8:]

@@ -14,8 +14,9 @@ import trio
 from swarm import PROMPTS, QUICK, ask, load, until
 
 from kvasir_node.base.errors import BugError, DataError, UsageError
+from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import Settings, load_settings
-from kvasir_node.roles.node import Node, open_node
+from kvasir_node.roles.node import Node, node_name, open_node
 from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
 
 PEER = "12D3KooWLShEmUMRzomUQ2kA4V8Gxc42syLYf6L18Jqy6uoVkgCd"
@@ -65,6 +66,13 @@ async def nodes() -> AsyncIterator[trio.Nursery]:
         nursery.cancel_scope.cancel()
 
 
+def test_two_nodes_of_one_machine_have_two_names(tmp_path):
+    unnamed = config(tmp_path, "", "worker")
+    names = {node_name(unnamed, PeerId(peer)) for peer in (PEER, PEER[:-4] + "abcd")}
+    assert {name[-5:] for name in names} == {"-kgCd", "-abcd"}
+    assert node_name(config(tmp_path, "x" * 300, "worker"), PeerId(PEER)) == "x" * 128
+
+
 # Joining --------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +108,7 @@ async def test_a_wrong_secret_is_a_warning_within_seconds_on_the_side_that_joins
         await until(other, lambda s: any("not a member" in w for w in s.warnings), "not a member", 5)
         good = (await start(nursery, config(tmp_path, "good", "worker", network__join=hub.ticket()))).node
         await until(good, lambda s: s.warnings == (), "no warning", 5)
+        assert [(m.peer_id, m.name, m.roles) for m in good.snapshot().members] == [(hub_id, "hub", ("hub",))]
         assert hub.snapshot().hub is not None
 
 

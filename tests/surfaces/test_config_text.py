@@ -54,6 +54,13 @@ def test_the_template_changes_nothing_and_names_every_key(tmp_path):
     assert named == set(setting_keys())
 
 
+def test_the_template_says_what_each_key_means():
+    lines = [line for line in template_text().splitlines() if " = " in line and not line.startswith("version")]
+    assert len(lines) == len(setting_keys())
+    assert [line for line in lines if "  # " not in line] == []
+    assert "# slots = 4  # requests computed at once" in lines
+
+
 def test_secrets_are_not_shown():
     settings = load_settings(env={"KVASIR_API__KEY": "s3cret"})
     assert "s3cret" not in settings_text(settings)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from kvasir_node.base.snapshot import HubSnapshot, NodeSnapshot
+from kvasir_node.base.snapshot import HubSnapshot, NetSnapshot, NodeSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
 from kvasir_node.surfaces.tui import BAR_CELLS, Frame, bar, render
 
@@ -62,6 +62,21 @@ def test_a_worker_without_model_or_hub_fits_too():
     assert "model    none" in text
     assert "slots" not in text
     assert "worker   idle" in text
+    assert "demand" not in text
+    assert "workers" not in text
+
+
+def test_one_peer_is_no_peers_and_what_is_unknown_is_not_shown():
+    text = "\n".join(lines_of(fake_snapshot(net=NetSnapshot(1, 1, 0)), 80, 24))
+    assert "net      1 peer (1 direct, 0 relayed)   in 0 B" in text
+    text = "\n".join(lines_of(fake_snapshot(net=NetSnapshot(2, 2, 0, reachability="public")), 80, 24))
+    assert "net      2 peers (2 direct, 0 relayed)   public   in 0 B" in text
+
+
+def test_after_a_burst_saturated_says_that_it_ends():
+    slots = replace(busy_snapshot().slots, busy=0, queued=0, pressure=0.0)
+    assert "SATURATED   pressure 0.00   calm again soon" in "\n".join(lines_of(fake_snapshot(slots=slots), 80, 24))
+    assert "calm again soon" not in "\n".join(lines_of(busy_snapshot(), 80, 24))
 
 
 def test_what_does_not_fit_is_counted():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_node.surfaces.words import clean, count_text, duration_text, short_id, size_text
+from kvasir_node.surfaces.words import clean, count_text, counted, duration_text, short_id, size_text
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,7 @@ def test_clean_text_is_one_encodable_line(text):
     assert shown.isprintable()
     assert shown.encode("utf-8") is not None
     assert len(shown) == len(text)
+
+
+def test_one_of_a_kind_has_no_s():
+    assert [counted(count, "peer") for count in (0, 1, 2, 1000)] == ["0 peers", "1 peer", "2 peers", "1,000 peers"]

@@ -1,0 +1,31 @@
+"""Documents as text: who is connected, in words; documents of older nodes can be read too."""
+
+from __future__ import annotations
+
+from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
+from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
+from kvasir_node.surfaces.reports import peers_text, status_text
+from kvasir_node.surfaces.views import peers_document
+
+
+def test_members_are_listed_with_their_roles_and_a_worker_only_once():
+    busy = busy_snapshot()
+    members = (
+        MemberSnapshot(busy.workers[0].peer_id, "cellar", ("worker",)),
+        MemberSnapshot("12D3KooWhub", "a \x1b[2Jhub", ("coordinator", "hub")),
+    )
+    lines = peers_text(peers_document(fake_snapshot(workers=busy.workers, members=members))).splitlines()
+    assert len(lines) == 1 + len(busy.workers) + 1
+    assert lines[-1].split("  ")[-1] == "coordinator,hub"
+    assert lines[-1].startswith("a ?[2Jhub ")
+
+
+def test_a_document_without_members_is_one_of_an_older_node():
+    document = peers_document(fake_snapshot(net=NetSnapshot(1, 1, 0)))
+    del document["members"]
+    assert peers_text(document) == "1 peer: 1 direct, 0 relayed"
+
+
+def test_reachability_is_told_once_it_is_known():
+    assert "reachability" not in status_text(fake_snapshot().to_json())
+    assert "reachability private" in status_text(busy_snapshot().to_json())

@@ -31,6 +31,10 @@ def v6(number):
     return DialAddress(f"six{number}", f"2001:db8::{number}", 1, is_ipv6=True)
 
 
+def ws(number):
+    return DialAddress(f"ws{number}", f"192.0.2.{number}", 1, is_websocket=True)
+
+
 REFUSED = DialAddress("quic", refusal="not a plain TCP address")
 
 
@@ -43,6 +47,9 @@ REFUSED = DialAddress("quic", refusal="not a plain TCP address")
         ([v6(1), v6(2), v4(1), v4(2)], [v4(1), v6(1), v4(2), v6(2)]),
         ([v6(1), v6(2), v6(3), v4(1)], [v4(1), v6(1), v6(2), v6(3)]),
         ([REFUSED, v4(1)], [v4(1)]),
+        ([ws(1)], [ws(1)]),
+        ([ws(1), v4(1)], [v4(1)]),  # the same socket, by a longer way
+        ([ws(2), v4(1), v6(1)], [v4(1), v6(1), ws(2)]),
         ([v4(n) for n in range(40)], [v4(n) for n in range(ADDRESSES_MAX)]),
     ],
 )
@@ -58,6 +65,17 @@ def test_no_address_is_planned_that_was_not_given_and_none_of_the_first_is_lost(
     assert len(planned) == min(len(addresses), ADDRESSES_MAX)
     assert set(planned) <= set(addresses)
     assert len(set(planned)) == len(planned)
+
+
+def test_relay_and_websocket_addresses_are_known():
+    relay = f"/ip4/192.0.2.7/tcp/9/p2p/{OTHER}/p2p-circuit/p2p/{PEER}"
+    peer, (circuit, websocket, secure) = parse_addresses(
+        [relay, f"/ip4/192.0.2.1/tcp/9/ws/p2p/{PEER}", f"/dns4/example.org/tcp/443/wss/p2p/{PEER}"]
+    )
+    assert peer == PEER
+    assert "relay" in circuit.refusal
+    assert (websocket.host, websocket.port, websocket.is_websocket, websocket.refusal) == ("192.0.2.1", 9, True, "")
+    assert "neither a plain TCP nor a WebSocket" in secure.refusal
 
 
 def test_addresses_are_parsed_once_each_with_the_reason_when_unusable():

@@ -29,7 +29,8 @@ from multiaddr import Multiaddr
 from kvasir_node.base.errors import Misbehaved, RejectReason
 from kvasir_node.net.raw_link import Buffer, RawLink, link_of, size_of
 
-RECEIVE_BYTES = 256 * 1024
+FIRST_RECEIVE_BYTES = 32 * 1024
+RECEIVE_BYTES = 256 * 1024  # with one receive, once a connection has filled the first buffer
 PLAINTEXT_BYTES_MAX = 65_535 - 16  # one message, without its authentication tag
 _CIPHERTEXT_BYTES_MIN = 16
 _NONCE = struct.Struct("<4xQ")  # Noise specification revision 34, section 12: 32 zero bits, then the counter
@@ -99,8 +100,7 @@ class NoiseSession(BaseSession):
         self._send_nonce: int = sending.n
         self._receive_nonce: int = receiving.n
         self._link: RawLink = link_of(connection.raw)
-        # Untouched pages of it cost nothing: a connection with small messages uses only the first few.
-        self._buffer = memoryview(bytearray(RECEIVE_BYTES + _MESSAGE_BYTES_MAX))
+        self._buffer = memoryview(bytearray(FIRST_RECEIVE_BYTES + _MESSAGE_BYTES_MAX))
         self._start = self._end = 0  # of what was received and not decrypted
         self._sends_now = self._link.sends_now
         self._keep(connection.take_buffered())
@@ -110,8 +110,16 @@ class NoiseSession(BaseSession):
         self.bytes_out = 0
 
     def _keep(self, received: bytes) -> None:
+        if len(received) > len(self._buffer):
+            self._grow()
         self._buffer[self._end : self._end + len(received)] = received
         self._end += len(received)
+
+    def _grow(self) -> None:
+        """A connection that carries small messages keeps its small buffer: there may be hundreds of them."""
+        larger = memoryview(bytearray(RECEIVE_BYTES + _MESSAGE_BYTES_MAX))
+        larger[: self._end - self._start] = self._buffer[self._start : self._end]
+        self._buffer, self._start, self._end = larger, 0, self._end - self._start
 
     async def read_chunks(self) -> list[bytes]:
         """Everything that one receive completes: one or more pieces of at most 65,519 bytes.
@@ -130,6 +138,8 @@ class NoiseSession(BaseSession):
                 raise ConnectionClosedError("the peer closed the connection")
             self.bytes_in += count
             self._end += count
+            if self._end == len(self._buffer) < RECEIVE_BYTES:
+                self._grow()
 
     def _open_complete_messages(self) -> list[bytes]:
         data, position, received_end, chunks = self._buffer, self._start, self._end, []

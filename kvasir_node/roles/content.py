@@ -72,7 +72,10 @@ class BlockServer:
     async def serve(self, stream: Stream) -> None:
         """A StreamHandler for BLOCKS_PROTOCOL; ends with the stream."""
         body_bytes_max = self._answer_bytes_max + BLOCK_BYTES_MAX  # the first block of an answer always fits
-        await CallStream(stream, handler=self.handle, in_flight_max=CALLS_MAX, body_bytes_max=body_bytes_max).run()
+        calls = CallStream(
+            stream, handler=self.handle, in_flight_max=CALLS_MAX, body_bytes_max=body_bytes_max, gives_way=True
+        )
+        await calls.run()
 
     async def handle(self, method: int, body: memoryview) -> Sequence[bytes | memoryview]:
         """One call; changes nothing. Raises Misbehaved for an unknown method or a malformed want-list."""
@@ -121,6 +124,7 @@ def open_block_calls(transport: Transport) -> OpenCalls:
             handler=None,
             in_flight_max=2 * CALLS_MAX,  # the machine keeps to CALLS_MAX; those it gave up on end a moment later
             body_bytes_max=ASK_MAX * (BLOCK_BYTES_MAX + LENGTH_BYTES),
+            gives_way=True,
         )
 
         async def run() -> None:

@@ -45,12 +45,16 @@ async def terminal_screen(
     quit_key = trio.Event()
     console = _console(no_color)
     frame = Frame(api, lines, ascii_only=not console.encoding.startswith("utf"))
-    with _taken_terminal(console, sys.stdin.fileno()) as terminal:
+    # Signals first: a Ctrl-Z that came between would stop us with the terminal taken.
+    with (
+        trio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT) as signals,
+        _taken_terminal(console, sys.stdin.fileno()) as terminal,
+    ):
         view = _View(node, console, terminal, frame)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(view.redraw_forever)
             nursery.start_soon(view.read_keys, quit_key)
-            nursery.start_soon(view.follow_job_control)
+            nursery.start_soon(view.follow_job_control, signals)
             yield quit_key
             nursery.cancel_scope.cancel()
 
@@ -139,16 +143,15 @@ class _View:
                 self.frame = replace(self.frame, help=not self.frame.help)
                 self.redraw()
 
-    async def follow_job_control(self) -> None:
+    async def follow_job_control(self, signals: AsyncIterator[int]) -> None:
         """Ctrl-Z gives the terminal back before it stops us; whoever continues us may have changed the terminal."""
-        with trio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT) as signals:
-            async for number in signals:
-                if number == signal.SIGTSTP:
-                    self.terminal.give_back()
-                    _stop()
-                self.terminal.take()
-                self.terminal.mend()
-                self.redraw()
+        async for number in signals:
+            if number == signal.SIGTSTP:
+                self.terminal.give_back()
+                _stop()
+            self.terminal.take()
+            self.terminal.mend()
+            self.redraw()
 
 
 def _stop() -> None:

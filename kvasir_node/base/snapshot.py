@@ -58,7 +58,7 @@ class ThroughputSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPeerSnapshot:
-    """A worker as its coordinator sees it; `state` is the best of its slices' states."""
+    """A worker as its coordinator sees it; `state` is the most telling of its slices' states."""
 
     peer_id: str
     name: str

@@ -27,7 +27,8 @@ class Standing(StrEnum):
     BANNED = "banned"
 
 
-BEST_FIRST = (Standing.PROVEN, Standing.TRIAL, Standing.NEW, Standing.SUSPECT, Standing.BANNED)
+TELLING_FIRST = (Standing.PROVEN, Standing.TRIAL, Standing.SUSPECT, Standing.NEW, Standing.BANNED)
+"""Of several slices of one peer, which standing says most about it: one that failed says more than one never tried."""
 
 
 @dataclass(frozen=True, slots=True)

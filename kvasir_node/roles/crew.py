@@ -35,7 +35,7 @@ from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.base.snapshot import WorkerPeerSnapshot
 from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
-from kvasir_node.decide.ledger import BEST_FIRST, Ledger, LedgerLimits, Standing
+from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, Standing
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Stream
 from kvasir_node.roles.dispatch import RemoteCall
@@ -399,13 +399,13 @@ class Crew:
         self.trials.plan()
 
     def snapshot(self) -> tuple[WorkerPeerSnapshot, ...]:
-        """Workers that are attached or have a history, best standing first, as many as can be shown."""
+        """Workers that are attached or have a history, the most telling standing first, as many as can be shown."""
         by_peer: dict[PeerId, list[Standing]] = {}
         for view in self.ledger.pairs():
             by_peer.setdefault(view.peer, []).append(view.standing)
-        best = {peer: min(map(BEST_FIRST.index, standings)) for peer, standings in by_peer.items()}
+        best = {peer: min(map(TELLING_FIRST.index, standings)) for peer, standings in by_peer.items()}
         shown = sorted(best, key=lambda peer: (best[peer], peer not in self._members, self._name_of(peer)))
-        return tuple(self._snapshot_of(peer, BEST_FIRST[best[peer]]) for peer in shown[:SHOWN_MAX])
+        return tuple(self._snapshot_of(peer, TELLING_FIRST[best[peer]]) for peer in shown[:SHOWN_MAX])
 
     def _snapshot_of(self, peer: PeerId, standing: Standing) -> WorkerPeerSnapshot:
         member, counts = self._members.get(peer), self._counts.get(peer, _Counts())

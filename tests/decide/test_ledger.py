@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.ledger import BEST_FIRST, Ledger, LedgerLimits, PairView, Standing
+from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, PairView, Standing
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 PART, OTHER = SliceId(0, 0, 7), SliceId(1, 0, 7)
@@ -208,8 +208,10 @@ def test_an_unknown_pair_is_new_and_what_is_told_about_it_changes_nothing():
 
 
 def test_best_first_ranks_every_standing():
-    assert sorted(BEST_FIRST) == sorted(Standing)
-    assert BEST_FIRST[0] is PROVEN
+    assert sorted(TELLING_FIRST) == sorted(Standing)
+    assert TELLING_FIRST[0] is PROVEN
+    # A worker killed when only some of its slices were proven is a suspect, not a newcomer.
+    assert TELLING_FIRST.index(Standing.SUSPECT) < TELLING_FIRST.index(Standing.NEW)
 
 
 PEERS = [ANN, BOB, PeerId("cyd")]

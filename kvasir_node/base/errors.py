@@ -75,14 +75,12 @@ class RejectReason(StrEnum):
     BAD_FRAME = "bad_frame"
     BAD_MESSAGE = "bad_message"
     BAD_SIGNATURE = "bad_signature"
-    BAD_BLOCK = "bad_block"
     BAD_RESULT = "bad_result"
     NOT_A_MEMBER = "not_a_member"
     STALE = "stale"
     TOO_LARGE = "too_large"
     TOO_MANY = "too_many"
     UNKNOWN_METHOD = "unknown_method"
-    WRONG_ROLE = "wrong_role"
 
 
 class Misbehaved(PeerError):

@@ -22,11 +22,6 @@ class Route:
     peers: Mapping[int, tuple[PeerId | None, ...]]  # layer -> by expert index
 
 
-def local_route(layers: Sequence[int], experts_per_layer: int, reason: str) -> Route:
-    """Everything here."""
-    return Route(False, reason, dict.fromkeys(layers, (None,) * experts_per_layer))
-
-
 def plan_route(
     *,
     layers: Sequence[int],

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.fanout import CallTimes, DeadlineLimits, Route, local_route, plan_route, predicted_gain
+from kvasir_node.decide.fanout import CallTimes, DeadlineLimits, Route, plan_route, predicted_gain
 
 ANN, BOB, CYD = PeerId("ann"), PeerId("bob"), PeerId("cyd")
 STEADY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -64,7 +64,7 @@ def test_playbook_of_a_surge_and_its_end():
     lost = plan(everything, [], spread=True)
     after = plan(everything, [(ANN, SliceId(0, 0, 3))], spread=False)
     assert [route.on for route in (calm, alone, helped, lost, after)] == [False, False, True, False, False]
-    assert after.peers == calm.peers == local_route((0,), 4, "because").peers
+    assert after.peers == calm.peers == {0: (None, None, None, None)}
 
 
 facts = st.fixed_dictionaries(

@@ -10,6 +10,7 @@ import torch
 
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import open_checkpoint
+from kvasir_node.model.engine import Engine, Job, StepToken
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
 from kvasir_node.model.trunk import LocalDispatch, RowTally, Trunk, load_trunk
 
@@ -148,3 +149,18 @@ class TwoShards:
 
 def expert_ids(folder: Path) -> list[ExpertId]:
     return sorted(open_checkpoint(folder).experts)
+
+
+def run(engine: Engine, *jobs: Job) -> dict[int, list[StepToken]]:
+    """Joins all jobs at once and steps until the engine is idle."""
+    for one in jobs:
+        engine.join(one)
+    events: dict[int, list[StepToken]] = {one.id: [] for one in jobs}
+    while not engine.is_idle:
+        for event in engine.step():
+            events[event.job_id].append(event)
+    return events
+
+
+def tokens(events: list[StepToken]) -> list[int]:
+    return [event.token for event in events]

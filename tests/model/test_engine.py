@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from model_checkpoints import CONFIGS, CONTEXT, VOCABULARY, TwoShards, greedy, local_trunk, prompt_of, reference_model
+from model_checkpoints import (
+    CONFIGS,
+    CONTEXT,
+    VOCABULARY,
+    TwoShards,
+    greedy,
+    local_trunk,
+    prompt_of,
+    reference_model,
+    run,
+    tokens,
+)
 
 from kvasir_node.base.errors import BugError, CapacityError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
@@ -26,21 +37,6 @@ def job(
     ignore_end: bool = False,
 ) -> Job:
     return Job(number, prompt, max_tokens, sampling, end_tokens, ignore_end)
-
-
-def run(engine: Engine, *jobs: Job) -> dict[int, list[StepToken]]:
-    """Joins all jobs at once and steps until the engine is idle."""
-    for one in jobs:
-        engine.join(one)
-    events: dict[int, list[StepToken]] = {one.id: [] for one in jobs}
-    while not engine.is_idle:
-        for event in engine.step():
-            events[event.job_id].append(event)
-    return events
-
-
-def tokens(events: list[StepToken]) -> list[int]:
-    return [event.token for event in events]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_checkpoints import CONTEXT, VOCABULARY, TwoShards, greedy, local_trunk, prompt_of, reference_model
+from model_checkpoints import (
+    CONTEXT,
+    VOCABULARY,
+    TwoShards,
+    greedy,
+    local_trunk,
+    prompt_of,
+    reference_model,
+    run,
+    tokens,
+)
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
@@ -42,20 +52,6 @@ class Cycle:
 
 def job(number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 16, **more) -> Job:  # noqa: ANN003
     return Job(number, prompt, max_tokens, **{"sampling": GREEDY, "end_tokens": frozenset(), **more})
-
-
-def run(engine: Engine, *jobs: Job) -> dict[int, list[StepToken]]:
-    events: dict[int, list[StepToken]] = {one.id: [] for one in jobs}
-    for one in jobs:
-        engine.join(one)
-    while not engine.is_idle:
-        for event in engine.step():
-            events[event.job_id].append(event)
-    return events
-
-
-def tokens(events: list[StepToken]) -> list[int]:
-    return [event.token for event in events]
 
 
 @pytest.fixture(scope="module")

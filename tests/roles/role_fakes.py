@@ -58,11 +58,11 @@ def settings_with(**flags: object) -> Settings:
     return load_settings(flags={key.replace("__", "."): value for key, value in flags.items()})
 
 
-def tiny_checkpoint(folder: Path) -> Path:
+def tiny_checkpoint(folder: Path, experts: int = EXPERTS) -> Path:
     generator = torch.Generator().manual_seed(3)
     tensors = {"model.embed_tokens.weight": torch.randn(32, HIDDEN, generator=generator)}
     for layer in range(LAYERS):
-        for expert in range(EXPERTS):
+        for expert in range(experts):
             for part, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
                 key = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
                 tensors[key] = torch.randn(shape, generator=generator)
@@ -72,7 +72,7 @@ def tiny_checkpoint(folder: Path) -> Path:
         "model_type": "qwen3_moe",
         "hidden_size": HIDDEN,
         "moe_intermediate_size": INNER,
-        "num_experts": EXPERTS,
+        "num_experts": experts,
         "num_experts_per_tok": 2,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 2,

@@ -1,4 +1,3 @@
-import json
 import random
 import resource
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import trio
-from safetensors.torch import save_file
+from role_fakes import tiny_checkpoint
 
 from kvasir_node.base.content import FilePiece, split_pieces
 from kvasir_node.base.errors import CapacityError, DataError, Misbehaved, RejectReason, Unreachable
@@ -411,33 +410,8 @@ async def test_a_hostile_call_is_refused_by_reason(autojump_clock, tmp_path, met
 # A slice of a real checkpoint, with disk threads and the real clock.
 
 
-def tiny_checkpoint(folder: Path) -> Path:
-    hidden, inner, experts = 8, 16, 4
-    generator = torch.Generator().manual_seed(3)
-    tensors = {"model.embed_tokens.weight": torch.randn(32, hidden, generator=generator)}
-    for layer in range(2):
-        for expert in range(experts):
-            for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-                key = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-                tensors[key] = torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "moe_intermediate_size": inner,
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 4,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 async def test_a_slice_is_fetched_by_the_models_id_alone(tmp_path):
-    checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "tiny"))
+    checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "tiny", experts=4))
     indexed = index_checkpoint(checkpoint, block_bytes=500)
     with trio.fail_after(20):
         async with open_memory_network() as network:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import trio
-from test_content import SETTINGS, tiny_checkpoint
+from role_fakes import tiny_checkpoint
+from test_content import SETTINGS
 
 from kvasir_node.base.content import FilePiece
 from kvasir_node.base.errors import CapacityError, DataError, Unreachable
@@ -86,7 +87,7 @@ async def open_pair(folder: Path) -> AsyncIterator[Pair]:
 
 
 def tiny(folder: Path) -> IndexedModel:
-    path = tiny_checkpoint(folder)
+    path = tiny_checkpoint(folder, experts=4)
     (path / "tokenizer.json").write_text(json.dumps({"a": "x" * 2000}))
     return index_checkpoint(open_checkpoint(path), block_bytes=BLOCK_BYTES)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_content import tiny_checkpoint
+from role_fakes import tiny_checkpoint
 from test_pulling import assert_same_weights, open_pair, tiny
 
 from kvasir_node.base.errors import NotFoundError

@@ -331,10 +331,12 @@ class CallStream:
             self._result_arrived(frame)
 
     def _result_arrived(self, frame: CallFrame) -> None:
+        # Before the call is over: when the body is not an error's, the call fails with the stream, like all others.
+        result = frame.body if frame.kind is Kind.RESULT else decode_error(frame.body)
         deliver = self._pending.pop(frame.id, None)
         if deliver is not None:
             self._deadlines.pop(frame.id, None)
-            deliver(frame.body if frame.kind is Kind.RESULT else decode_error(frame.body))
+            deliver(result)
         elif frame.id in self._cancelled:
             del self._cancelled[frame.id]
         elif frame.id >= self._forgotten_below:

@@ -88,7 +88,7 @@ def _events(protocol: WSConnection, chunk: bytes) -> Iterable[Event]:
     try:
         protocol.receive_data(chunk)
         yield from protocol.events()
-    except (RemoteProtocolError, LocalProtocolError) as error:
+    except (RemoteProtocolError, LocalProtocolError, ValueError) as error:  # wsproto leaves bad text to the codecs
         raise ConnectionClosedError(f"not a WebSocket as it should be: {error}") from error
 
 

@@ -7,6 +7,7 @@ The first byte chooses the decoder. A crash file is a finding: make a test of it
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def main() -> None:
     folders = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if not folders:
         sys.exit(__doc__)
+    logging.disable()  # each hostile peer would have its line
     write_seeds(Path(folders[0]))
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()

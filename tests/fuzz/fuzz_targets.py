@@ -6,13 +6,13 @@ accepts bytes also spells them again and compares, so that a decoder never reads
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from fuzz_file_targets import FILE_TARGETS, PARTS, file_seeds
+from fuzz_peer_targets import PEER_TARGETS, peer_seeds
 
 from kvasir_node.base.errors import KvasirError
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
@@ -20,7 +20,7 @@ from kvasir_node.decide.demand import Wanted
 from kvasir_node.model import manifest as manifests
 from kvasir_node.model.manifest import LayerNode, Manifest
 from kvasir_node.model.maths import ExpertMaths
-from kvasir_node.model.tensor_file import TensorSpec, expert_file, parse_expert_file, parse_json_object, read_header
+from kvasir_node.model.tensor_file import expert_file, parse_expert_file, parse_json_object
 from kvasir_node.net.muxer_frames import FrameReader
 from kvasir_node.net.rpc_frames import FrameAssembler, Kind, decode_error, pack_header
 from kvasir_node.wire import messages
@@ -31,9 +31,7 @@ from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_answer, r
 from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
 
 HIDDEN = 4
-PARTS: dict[str, TensorSpec] = {"gate": ("F32", (2, 4), 32), "up": ("F32", (2, 4), 32), "down": ("F32", (4, 2), 32)}
 BODY_BYTES_MAX = 1024
-_MEMORY_FILE = os.memfd_create("hostile")
 
 _expert = BlobRef(cid_of(b"expert"), len(expert_file(PARTS)) + 96)
 _node = BlobRef(cid_of(b"trunk node", DAG_CBOR_CODEC), 3 << 20)
@@ -79,13 +77,6 @@ def _answer(data: bytes) -> None:
 
 def _expert_file(data: bytes) -> None:
     assert set(parse_expert_file(data, PARTS)) == set(PARTS)
-
-
-def _safetensors(data: bytes) -> None:
-    os.ftruncate(_MEMORY_FILE, 0)
-    os.pwrite(_MEMORY_FILE, data, 0)
-    tensors = read_header(Path(f"/proc/self/fd/{_MEMORY_FILE}"))
-    assert sum(tensor.nbytes for tensor in tensors.values()) < len(data)
 
 
 def _json(data: bytes) -> None:
@@ -143,7 +134,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "want-list": _want,
     "block answer": _answer,
     "expert file": _expert_file,
-    "safetensors": _safetensors,
     "json": _json,
     "rpc frames": _rpc_frames,
     "rpc error": _rpc_error,
@@ -161,6 +151,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "attachment": _message(messages.Attachment.from_bytes),
     "standing": _message(messages.Standing.from_bytes),
     "about": _message(messages.About.from_bytes),
+    **FILE_TARGETS,
+    **PEER_TARGETS,
 }
 
 
@@ -182,7 +174,6 @@ def seeds() -> dict[str, list[bytes]]:
     pair = torch.tensor([0, 1], dtype=torch.int32)
     request = ExpertRequest(3, floats, pair, pair, torch.ones(2))
     layer = LayerNode(2, (_expert, _expert))
-    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}'
     call = pack_header(Kind.CALL, 1, 5, 3) + b"abc" + pack_header(Kind.CANCEL, 0, 5, 0)
     return {
         "manifest": [manifests.encode_manifest(MANIFEST)],
@@ -191,7 +182,6 @@ def seeds() -> dict[str, list[bytes]]:
         "want-list": [encode_want([cid_of(bytes((n,))) for n in range(3)])],
         "block answer": [struct.pack("<I", 2) + b"ab" + b"\xff\xff\xff\xff" + b"\xfe\xff\xff\xff"],
         "expert file": [expert_file(PARTS) + bytes(96)],
-        "safetensors": [len(header).to_bytes(8, "little") + header + bytes(8)],
         "json": [b'{"model_type": "qwen3_moe", "a": [1, 2.5, null, {"b": true}]}'],
         "rpc frames": [call],
         "rpc error": [b"\x07bad_message\nwords", b"\x04busy"],
@@ -212,4 +202,6 @@ def seeds() -> dict[str, list[bytes]]:
         "attachment": [messages.Attachment(_MODEL, (_SLICE,)).to_bytes()],
         "standing": [messages.Standing(_SLICE, "proven").to_bytes()],
         "about": [messages.About("name", "0.1.0", ("hub",), (_ADDRESS,)).to_bytes()],
+        **file_seeds(),
+        **peer_seeds(),
     }

@@ -296,6 +296,16 @@ async def test_hostile_frames_end_the_stream(autojump_clock, wire, reason):
             await read_all(raw)
 
 
+async def test_an_error_that_is_none_fails_its_own_call_too(autojump_clock):
+    async with raw_peer(Handler()) as (calls, raw, outcome, raised):
+        delivered = []
+        call_id = calls.submit(ECHO, [], delivered.append)
+        await raw.write(pack_header(Kind.ERROR, 0, call_id, 5) + b"\x84busy")
+        await raised.wait()
+        assert outcome[1].reason is RejectReason.BAD_FRAME
+        assert [type(each) for each in delivered] == [Misbehaved]
+
+
 async def test_a_cancel_for_nothing_is_harmless(autojump_clock):
     async with raw_peer(Handler()) as (_, raw, _, raised):
         await raw.write(pack_header(Kind.CANCEL, 0, 77, 0), pack_header(Kind.CALL, ECHO, 1, 0))

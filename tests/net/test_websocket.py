@@ -89,6 +89,8 @@ async def test_the_first_bytes_tell_and_are_not_lost(pieces):
         b"GET " + b"x" * (2 * HANDSHAKE_BYTES_MAX),
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * HANDSHAKE_BYTES_MAX,
         b"GET \xff\x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: \xa0\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
     ],
 )
 async def test_what_is_no_websocket_request_is_refused(request_):

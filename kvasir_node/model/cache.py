@@ -1,11 +1,12 @@
 """What all running requests must remember, in pre-allocated pools with a slot for each request.
 
-It does not know requests, tokens or which model computes: `begin` says which slots the next forward works on and
-where each of them stands; the layers then call `update` and the like, as they would on transformers' own cache.
+It does not know requests, tokens or which model computes. `SlotCache` owns the pools; a `Lane` aims one forward at some
+of the slots, and is what the layers call as they would call transformers' own cache. Several forwards may be under way
+at once, each in a thread of its own with a lane of its own, as long as no slot is in two of them.
 
 Attention layers keep keys and values (for MLA: latents) of every position; convolutions, gated delta nets and mamba
-keep a state that each token replaces. Writing keys again is harmless, moving a state on twice is not: states of a
-forward are staged until `commit`, so that a step that failed may be repeated.
+keep a state that each token replaces. Writing keys again is harmless, moving a state on twice is not: a lane stages the
+states of its forward until `commit`, so that a forward that failed may be repeated.
 
 Shapes: S slots, B rows of one forward (a slot each), H key/value heads, C context, Q new tokens per row, D head width,
 N keys looked at: the longest row's length after this forward.
@@ -26,79 +27,101 @@ _StateKey = tuple[str, int, int]  # convolution or recurrent, layer, which of th
 _CONVOLUTION, _RECURRENT = "convolution", "recurrent"
 
 
-class SlotCache(Cache):
+class SlotCache:
     """Pools are made when a layer first shows what it keeps; `Trunk.new_cache` sees to it that all of them are made.
-    Shorter rows see their unused keys masked, so a slot must be cleared after use."""
+    Shorter rows see their unused keys masked, so a slot must be cleared before another request uses it.
+
+    `keys` and `values` are open to whoever computes attention by other means than `Lane.update`: by layer,
+    [S, H, C, D]. A forward with Q = 1 writes position `starts[i]` of slot `slots[i]` and reads up to there.
+    """
 
     def __init__(self, slots: int, context: int, device: torch.device) -> None:
-        super().__init__(layers=[])
         self.slots = slots
         self.context = context
-        self._keys: dict[int, torch.Tensor] = {}  # by layer, [S, H, C, D]
-        self._values: dict[int, torch.Tensor] = {}
-        self._states: dict[_StateKey, torch.Tensor] = {}  # [S, …]
-        self._staged: list[tuple[torch.Tensor, dict[_StateKey, torch.Tensor]]] = []  # rows and states, by forward
-        self._device = device
-        self.begin([0], [0], 1)
+        self.device = device
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self.states: dict[_StateKey, torch.Tensor] = {}  # [S, …]
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in (*self._keys.values(), *self._values.values(), *self._states.values()))
+        return sum(pool.nbytes for pool in (*self.keys.values(), *self.values.values(), *self.states.values()))
+
+    def lane(self) -> Lane:
+        return Lane(self)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Gives a slot the first `length` positions of another one, whose states must stand exactly there."""
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool[target, :, :length] = pool[source, :, :length]
+        for pool in self.states.values():
+            pool[target] = pool[source]
+
+    def clear(self, slot: int, length: int) -> None:
+        """Zeroes the states and the first `length` positions. Masked keys still take part in the arithmetic (0 × NaN is
+        NaN), so what a request left behind could otherwise reach the next one."""
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool[slot, :, :length].zero_()
+        for pool in self.states.values():
+            pool[slot].zero_()
+
+    def _pool(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # a forward's own tensors could not be cleared outside of it
+            return torch.zeros((self.slots, *shape), dtype=like.dtype, device=self.device)
+
+
+class Lane(Cache):
+    """The aim of one forward at a time: `begin` before it, `commit` when it and all that belongs to it has happened.
+
+    Set by `begin`: `slots` and `starts` (B numbers each: the slot, and how many positions it has), `positions` [B, Q],
+    `rows` [B] (`slots` as a tensor) and `length` (N).
+    """
+
+    def __init__(self, pools: SlotCache) -> None:
+        super().__init__(layers=[])
+        self.pools = pools
+        self.slots: tuple[int, ...] = ()
+        self.begin([0], [0], 1)
 
     def begin(self, slots: Sequence[int], starts: Sequence[int], new_tokens: int) -> None:
         """Aims the next forward: row i writes positions starts[i] … starts[i] + new_tokens - 1 of slots[i].
 
-        Writing the same positions again is allowed: a forward that failed half-way may be repeated.
+        Writing the same positions again is allowed: a forward that failed half-way may be repeated. States that were
+        staged and not committed are forgotten.
         """
+        pools, device = self.pools, self.pools.device
         longest = max(starts) + new_tokens
-        if longest > self.context or not all(0 <= slot < self.slots for slot in slots):
-            raise BugError(f"cache of {self.slots} × {self.context} aimed at slots {slots} up to position {longest}")
-        self._rows = torch.tensor(slots, device=self._device)
-        self._length = longest
+        if longest > pools.context or not all(0 <= slot < pools.slots for slot in slots):
+            raise BugError(f"cache of {pools.slots} × {pools.context} aimed at slots {slots} up to position {longest}")
+        if self.slots != tuple(slots):
+            self.slots = tuple(slots)
+            self.rows = torch.tensor(slots, device=device)
+            # Neighbouring slots are read as a view; anything else costs a copy of their keys and values.
+            is_run = self.slots == tuple(range(slots[0], slots[0] + len(slots)))
+            self._run = slice(slots[0], slots[0] + len(slots)) if is_run else None
+        self.starts = tuple(starts)
+        self.length = longest
         self._new_tokens = new_tokens
         self._is_fresh = not any(starts)  # else rows that start anew find the zeros that `clear` left
-        first = torch.tensor(starts, device=self._device)[:, None]
-        self.positions = first + torch.arange(new_tokens, device=self._device)  # [B, Q]
-        # Neighbouring slots are read as a view; anything else costs a copy of their keys and values.
-        is_run = list(slots) == list(range(slots[0], slots[0] + len(slots)))
-        self._run = slice(slots[0], slots[0] + len(slots)) if is_run else None
-        self._staged.append((self._rows, {}))
+        first = torch.tensor(starts, device=device)[:, None]
+        self.positions = first if new_tokens == 1 else first + torch.arange(new_tokens, device=device)
+        self._staged: dict[_StateKey, torch.Tensor] = {}
 
     def commit(self) -> None:
-        """The forwards since the last `commit` or `discard` happened: their states replace the ones before them."""
-        for rows, states in self._staged:
-            for key, state in states.items():
-                self._states[key][rows] = state
-        self._staged.clear()
-
-    def discard(self) -> None:
-        """They did not happen."""
-        self._staged.clear()
+        """The forward happened: its states replace the ones before it."""
+        for key, state in self._staged.items():
+            self.pools.states[key][self.rows] = state
+        self._staged = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
         """bool [B, 1, Q, N]: which keys each new token sees; the last `window` ones if there is a window.
 
         Source: causal_mask_function and sliding_window_overlay of transformers 5.24.
         """
-        keys = torch.arange(self._length, device=self._device)
+        keys = torch.arange(self.length, device=self.pools.device)
         queries = self.positions[:, None, :, None]
         seen = keys <= queries
         return seen if window is None else seen & (keys > queries - window)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Gives a slot the first `length` positions of another one, whose states must stand exactly there."""
-        for pool in (*self._keys.values(), *self._values.values()):
-            pool[target, :, :length] = pool[source, :, :length]
-        for pool in self._states.values():
-            pool[target] = pool[source]
-
-    def clear(self, slot: int, length: int) -> None:
-        """Zeroes the states and the first `length` positions. Masked keys still take part in the arithmetic (0 × NaN is
-        NaN), so what a request left behind could otherwise reach the next one."""
-        for pool in (*self._keys.values(), *self._values.values()):
-            pool[slot, :, :length].zero_()
-        for pool in self._states.values():
-            pool[slot].zero_()
 
     # What the layers of transformers call -----------------------------------------------------------------------
 
@@ -107,8 +130,8 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores [B, H, Q, D] of this forward and returns all keys and values [B, H, N, D] of its rows."""
         return (
-            self._store(self._keys, layer_idx, key_states),
-            self._store(self._values, layer_idx, value_states),
+            self._store(self.pools.keys, layer_idx, key_states),
+            self._store(self.pools.values, layer_idx, value_states),
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -132,8 +155,8 @@ class SlotCache(Cache):
         if self._is_fresh:
             seen = pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
-            size = self._states[key].shape[-1]
-            seen = torch.cat((self._states[key][self._rows], conv_states), dim=-1)
+            size = self.pools.states[key].shape[-1]
+            seen = torch.cat((self.pools.states[key][self.rows], conv_states), dim=-1)
         self._stage(key, seen[..., -size:])
         return seen
 
@@ -154,38 +177,34 @@ class SlotCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length - self._new_tokens
+        return self.length - self._new_tokens
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._length - self._new_tokens
+        return self.length - self._new_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length, 0
+        return self.length, 0
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _store(self, pools: dict[int, torch.Tensor], layer: int, states: torch.Tensor) -> torch.Tensor:
         pool = pools.get(layer)
         if pool is None:
-            pool = pools[layer] = self._pool(states, states.shape[1], self.context, states.shape[3])
-        pool[self._rows[:, None], :, self.positions] = states.transpose(1, 2)
+            pool = pools[layer] = self.pools._pool(states, states.shape[1], self.pools.context, states.shape[3])
+        pool[self.rows[:, None], :, self.positions] = states.transpose(1, 2)
         if self._run is not None:
-            return pool[self._run, :, : self._length]
-        return pool[:, :, : self._length].index_select(0, self._rows)
+            return pool[self._run, :, : self.length]
+        return pool[:, :, : self.length].index_select(0, self.rows)
 
     def _state(self, key: _StateKey) -> torch.Tensor | None:
-        pool = self._states.get(key)
+        pool = self.pools.states.get(key)
         if self._is_fresh or pool is None:
             return None
-        state = pool[self._rows]  # a copy
+        state = pool[self.rows]  # a copy
         self._stage(key, state)
         return state
 
     def _stage(self, key: _StateKey, state: torch.Tensor) -> None:
-        if key not in self._states:
-            self._states[key] = self._pool(state, *state.shape[1:])
-        self._staged[-1][1][key] = state
-
-    def _pool(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # a forward's own tensors could not be cleared outside of it
-            return torch.zeros((self.slots, *shape), dtype=like.dtype, device=self._device)
+        if key not in self.pools.states:
+            self.pools.states[key] = self.pools._pool(state, *state.shape[1:])
+        self._staged[key] = state

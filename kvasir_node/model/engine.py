@@ -16,6 +16,7 @@ import torch
 
 from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
+from kvasir_node.model.cache import Lane
 from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, score, shift, uniform
 from kvasir_node.model.trunk import RowTally, Trunk
 
@@ -109,6 +110,7 @@ class _Seat:
 class _Forward:
     """What one forward gave: `logits` [B, V] of `seats`, which now have `fed` positions, and their tallies."""
 
+    lane: Lane
     seats: Sequence[_Seat]
     fed: Sequence[int]
     logits: torch.Tensor
@@ -130,6 +132,7 @@ class Engine:
         self._trunk = trunk
         self._prefill_chunk = prefill_chunk
         self._cache = trunk.new_cache(slots, context)
+        self._decode_lane, self._prefill_lane = self._cache.lane(), self._cache.lane()
         self._free = list(range(slots))
         self._joining: deque[_Seat] = deque()  # at most `slots`, as every seat has a slot
         self._running: dict[int, _Seat] = {}
@@ -172,7 +175,6 @@ class Engine:
 
         Raises BadLogits or ConstraintFailed that name a job, or whatever the expert dispatch raises.
         """
-        self._cache.discard()  # of a step that raised
         forwards = []
         if self._running:
             forwards.append(self._decode(sorted(self._running.values(), key=lambda seat: seat.slot)))
@@ -181,28 +183,33 @@ class Engine:
         for forward in forwards:
             self._check_logits(forward)
         chosen = [self._choose(forward) for forward in forwards]
-        self._cache.commit()
+        for forward in forwards:
+            forward.lane.commit()
         return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
     def _decode(self, seats: Sequence[_Seat]) -> _Forward:
-        self._cache.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
+        lane = self._decode_lane
+        lane.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
         tokens = torch.tensor([[seat.answer[-1]] for seat in seats], device=self._trunk.device)
-        logits, rows = self._trunk.forward(tokens, self._cache)
+        logits, rows = self._trunk.forward(tokens, lane)
         tallies = [_sum_rows(rows, row, row + 1) for row in range(len(seats))]
-        return _Forward(seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
+        return _Forward(lane, seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
 
     def _prefill(self, seat: _Seat) -> _Forward:
         size = self._prefill_chunk if self._trunk.splits_prompts else len(seat.job.prompt)
         chunk = seat.job.prompt[seat.fed : seat.fed + size]
-        self._cache.begin([seat.slot], [seat.fed], len(chunk))
-        logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), self._cache)
+        lane = self._prefill_lane
+        lane.begin([seat.slot], [seat.fed], len(chunk))
+        logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), lane)
         fed = seat.fed + len(chunk)
         tally = _sum_rows(rows, 0, len(chunk))
         if fed < len(seat.job.prompt):
-            return _Forward([seat], [fed], logits, [tally], False)
+            return _Forward(lane, [seat], [fed], logits, [tally], False)
         twins = [other for other in self._joining if other is not seat and other.job.prompt == seat.job.prompt]
         tallies = [tally, *(AnswerTally() for _ in twins)]
-        return _Forward([seat, *twins], [fed] * len(tallies), logits.expand(len(tallies), -1), tallies, True, twins)
+        return _Forward(
+            lane, [seat, *twins], [fed] * len(tallies), logits.expand(len(tallies), -1), tallies, True, twins
+        )
 
     def _check_logits(self, forward: _Forward) -> None:
         for row in bad_rows(forward.logits):

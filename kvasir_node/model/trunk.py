@@ -10,6 +10,7 @@ D model width, V vocabulary.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 
 from kvasir_node.base.errors import DataError
 from kvasir_node.model.architecture import CONFIG_ERRORS, architecture_of, identity_experts, is_experts, layer_of
-from kvasir_node.model.cache import SlotCache
+from kvasir_node.model.cache import Lane, SlotCache
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.families import Family, Masks
@@ -47,7 +48,7 @@ class RowTally:
 
 
 class ExpertDispatch(Protocol):
-    """Computes the routed experts of one forward, wherever they are. Used by one thread, layer after layer."""
+    """Computes the routed experts of one forward at a time, wherever they are. Used by one thread at a time."""
 
     def begin(self, rows: int) -> None:
         """Called before each forward with its T; the tally starts at zero."""
@@ -62,6 +63,10 @@ class ExpertDispatch(Protocol):
 
     def tally(self) -> RowTally:
         """What happened since `begin`."""
+        ...
+
+    def fork(self) -> ExpertDispatch:
+        """One for a forward that is under way at the same time in another thread."""
         ...
 
 
@@ -85,6 +90,9 @@ class LocalDispatch:
         none = [0] * self._rows
         return RowTally(local=[self._pairs_per_row] * self._rows, remote=none, fallback=none, hedged=none)
 
+    def fork(self) -> LocalDispatch:
+        return LocalDispatch(self._shard)
+
 
 class _NoExperts:
     """Adds nothing; for a forward that only shows what each layer keeps in the cache."""
@@ -93,11 +101,10 @@ class _NoExperts:
         return torch.zeros_like(rows)
 
 
-class _Switch:
-    """What all stubs of one trunk hand their rows to."""
+class _Switch(threading.local):
+    """What all stubs of one model hand their rows to, in the forward of this thread."""
 
-    def __init__(self, dispatch: ExpertDispatch) -> None:
-        self.current: ExpertDispatch | _NoExperts = dispatch
+    current: ExpertDispatch | _NoExperts
 
 
 class _ExpertsStub(nn.Module):
@@ -123,12 +130,13 @@ class _ExpertsStub(nn.Module):
 
 
 class Trunk:
-    """A loaded trunk. One forward at a time."""
+    """A loaded trunk. One forward at a time; `fork` gives another one of the same weights for a forward beside it."""
 
     def __init__(
         self, model: nn.Module, config: Any, traits: Family, dispatch: ExpertDispatch, switch: _Switch
     ) -> None:
         self._model = model
+        self._config = config
         self._traits = traits
         self._dispatch = dispatch
         self._switch = switch
@@ -150,51 +158,49 @@ class Trunk:
     def new_cache(self, slots: int, context: int) -> SlotCache:
         """A cache with all its memory. What each layer keeps is seen from one token sent through the trunk alone."""
         cache = SlotCache(slots, context, self.device)
-        cache.begin([0], [0], 1)
-        self._switch.current = _NoExperts()
-        try:
-            self._run(torch.zeros((1, 1), dtype=torch.int64, device=self.device), cache)
-        finally:
-            self._switch.current = self._dispatch
-        cache.discard()
+        self._run(torch.zeros((1, 1), dtype=torch.int64, device=self.device), cache.lane(), _NoExperts())
         cache.clear(0, 1)
         return cache
 
-    @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, cache: SlotCache) -> tuple[torch.Tensor, RowTally]:
-        """One forward over the rows and positions that `cache.begin` was given.
+    def fork(self) -> Trunk:
+        """The same weights with a dispatch of its own, for a forward that is under way at the same time."""
+        return Trunk(self._model, self._config, self._traits, self._dispatch.fork(), self._switch)
 
-        tokens [B, Q] int64 -> logits [B, V] float32 of each row's last token, and the tally of its B × Q rows. The
-        caller decides by `cache.commit` or `cache.discard` whether recurrent states move on. Raises what the dispatch
-        raises.
+    @torch.inference_mode()
+    def forward(self, tokens: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, RowTally]:
+        """One forward over the rows and positions that `lane.begin` was given.
+
+        tokens [B, Q] int64 -> logits [B, V] float32 of each row's last token, and the tally of its B × Q rows.
+        Recurrent states move on when the caller calls `lane.commit`. Raises what the dispatch raises.
         """
         self._dispatch.begin(tokens.numel())
-        return self._run(tokens, cache), self._dispatch.tally()
+        return self._run(tokens, lane, self._dispatch), self._dispatch.tally()
 
-    def _run(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    def _run(self, tokens: torch.Tensor, lane: Lane, dispatch: ExpertDispatch | _NoExperts) -> torch.Tensor:
+        self._switch.current = dispatch
         output = self._model(
             input_ids=tokens,
-            position_ids=cache.positions,
-            attention_mask=self._masks(cache),
-            cache=cache,
+            position_ids=lane.positions,
+            attention_mask=self._masks(lane),
+            cache=lane,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
 
-    def _masks(self, cache: SlotCache) -> torch.Tensor | dict[str, torch.Tensor | None]:
+    def _masks(self, lane: Lane) -> torch.Tensor | dict[str, torch.Tensor | None]:
         if self._traits.masks is Masks.BY_TYPE:
-            full = self._mask(cache, None)
+            full = self._mask(lane, None)
             return {
                 "full_attention": full,
-                "sliding_attention": full if self._window is None else self._mask(cache, self._window),
+                "sliding_attention": full if self._window is None else self._mask(lane, self._window),
                 "linear_attention": None,  # only tells padding, and there is none
                 "conv": None,
             }
-        return self._mask(cache, self._window if self._traits.masks is Masks.WINDOW else None)
+        return self._mask(lane, self._window if self._traits.masks is Masks.WINDOW else None)
 
-    def _mask(self, cache: SlotCache, window: int | None) -> torch.Tensor:
-        seen = cache.mask(window)
+    def _mask(self, lane: Lane, window: int | None) -> torch.Tensor:
+        seen = lane.mask(window)
         if not self._adds_masks:
             return seen
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(
@@ -213,7 +219,7 @@ def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str,
     architecture = architecture_of(checkpoint.config)
     _quieten()
     config = architecture.config
-    switch = _Switch(dispatch)
+    switch = _Switch()
     is_decoded = needs_decoding(checkpoint)
     try:
         config.output_router_logits = False

@@ -1,8 +1,8 @@
 """The hands of fan-out on the computing thread: split a layer's pairs, send, compute here, wait, add up.
 
 It does not know who deserves load (that is `decide/ledger` and `decide/fanout`, asked by roles/crew.py on the trio
-loop) nor how frames travel. One forward after the other calls it, on one thread; the crew changes the routes at any
-moment, as a whole.
+loop) nor how frames travel. One forward after the other calls it, on one thread at a time; a forward beside it has a
+fork. The crew changes the routes at any moment, as a whole.
 
 Which tokens come out never depends on it: what is late, lost or wrong is computed here instead. All answers of a layer
 are waited for at the same time, and a forward waits for late ones in vain for at most `patience_s` plus one deadline
@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +86,13 @@ class PairCounters:
     spot_checks: int = 0
     mismatches: int = 0
 
+    def add(self, other: PairCounters) -> None:
+        self.local += other.local
+        self.remote += other.remote
+        self.fallbacks += other.fallbacks
+        self.spot_checks += other.spot_checks
+        self.mismatches += other.mismatches
+
 
 @dataclass(slots=True)
 class OwnTimes:
@@ -106,6 +114,19 @@ class _LayerRoute:
 
     where: torch.Tensor  # [E] int64
     peers: tuple[PeerId, ...]  # number n is peers[n - 1]
+
+
+@dataclass(slots=True, eq=False)
+class _Common:
+    """What a dispatch and its forks know together."""
+
+    heat: torch.Tensor  # [L, E], replaced as a whole by any of the threads under the lock
+    routes: Mapping[int, _LayerRoute] = field(default_factory=dict[int, _LayerRoute])  # replaced as a whole by the loop
+    trial_layers: frozenset[int] = frozenset()
+    paused: dict[PeerId, float] = field(default_factory=dict[PeerId, float])  # until when (time.monotonic)
+    counted: list[PairCounters] = field(default_factory=list[PairCounters])  # one of each fork, which alone adds to it
+    times: OwnTimes = field(default_factory=OwnTimes)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class FanoutDispatch:
@@ -132,24 +153,42 @@ class FanoutDispatch:
         self._spot_check = spot_check
         self._patience_max_s = patience_s
         self._body_bytes_max = body_bytes_max
-        self._routes: Mapping[int, _LayerRoute] = {}  # replaced as a whole by the loop
-        self._trial_layers: frozenset[int] = frozenset()
-        self._paused: dict[PeerId, float] = {}  # only this thread's; until when (time.monotonic)
+        self._common = _Common(torch.zeros(len(self._layers), experts_per_layer))
         self._all_rows = torch.zeros(
             0, dtype=torch.int64
         )  # pair_row of all pairs of a forward, made once for all layers
         self._all_rows_shape = (0, 0)  # T, K
         self._forwards = 0
-        self._heat = torch.zeros(len(self._layers), experts_per_layer)  # replaced as a whole by this thread
-        self.counters = PairCounters()
-        self.times = OwnTimes()
+        self._counted = PairCounters()
+        self._common.counted.append(self._counted)
         self.begin(0)
+
+    def fork(self) -> FanoutDispatch:
+        """Routes, pauses, heat, times and counters are those of this one too."""
+        twin = copy(self)
+        twin._forwards = 0
+        twin._counted = PairCounters()
+        twin._common.counted.append(twin._counted)
+        twin.begin(0)
+        return twin
+
+    @property
+    def counters(self) -> PairCounters:
+        """Of this one and all forks, up to now."""
+        found = PairCounters()
+        for counted in self._common.counted:
+            found.add(counted)
+        return found
+
+    @property
+    def times(self) -> OwnTimes:
+        return self._common.times
 
     # The trio loop's side ------------------------------------------------------------------------------------
 
     def set_route(self, route: Route) -> None:
         """Takes new plans for the layers it names; the next of them that is computed follows it."""
-        routes = dict(self._routes)
+        routes = dict(self._common.routes)
         for layer, row in route.peers.items():
             routes.pop(layer, None)
             peers = tuple(sorted({peer for peer in row if peer is not None}))
@@ -157,15 +196,15 @@ class FanoutDispatch:
                 number: dict[PeerId | None, int] = {peer: index for index, peer in enumerate((None, *peers))}
                 where = torch.tensor([number[peer] for peer in row], device=self._own.device)
                 routes[layer] = _LayerRoute(where, peers)
-        self._routes = routes
+        self._common.routes = routes
 
     def set_trial_layers(self, layers: frozenset[int]) -> None:
         """Layers whose next rows should be offered for a trial."""
-        self._trial_layers = layers
+        self._common.trial_layers = layers
 
     def heat(self) -> dict[int, list[float]]:
         """How much each expert of each layer was used lately."""
-        return dict(zip(self._layers, self._heat.tolist(), strict=True))
+        return dict(zip(self._layers, self._common.heat.tolist(), strict=True))
 
     # The computing thread's side ------------------------------------------------------------------------------
 
@@ -194,9 +233,9 @@ class FanoutDispatch:
             self._chosen.append(chosen)
             self._chosen_layers.append(layer)
         self._pairs_per_row += chosen.shape[1]
-        if layer in self._trial_layers:
+        if layer in self._common.trial_layers:
             self._crew.offer_trial(layer, rows, chosen, weights)
-        route = self._routes.get(layer)
+        route = self._common.routes.get(layer)
         if route is None or self._patience_s <= 0:
             return self._compute_all(layer, rows, chosen, weights)
         return self._split(route, layer, rows, chosen, weights)
@@ -208,8 +247,8 @@ class FanoutDispatch:
             self._all_rows = torch.arange(count, device=chosen.device).repeat_interleave(each)
             self._all_rows_shape = (count, each)
         total = self._own.compute(layer, rows, self._all_rows, chosen.reshape(-1), weights.reshape(-1))
-        self.times.observe_layer(time.perf_counter() - started)
-        self.counters.local += chosen.numel()
+        self._common.times.observe_layer(time.perf_counter() - started)
+        self._counted.local += chosen.numel()
         return total
 
     def _split(
@@ -234,7 +273,7 @@ class FanoutDispatch:
 
     def _deadline_s(self, peer: PeerId, pairs: int, rows: torch.Tensor) -> float | None:
         """How long a call may take; None when it should not or cannot be made."""
-        if self._paused and self._is_paused(peer):
+        if self._common.paused and self._is_paused(peer):
             return None
         most_rows = min(pairs, rows.shape[0])
         most_bytes = most_rows * rows.shape[1] * rows.element_size() + 12 * pairs + 64
@@ -251,8 +290,8 @@ class FanoutDispatch:
         total = self._own.compute(layer, rows, pair_row, chosen[pair_row, slot], weights[pair_row, slot])
         pairs = pair_row.shape[0]
         if pairs:
-            self.times.observe_pairs(pairs, time.perf_counter() - started)
-        self.counters.local += pairs
+            self._common.times.observe_pairs(pairs, time.perf_counter() - started)
+        self._counted.local += pairs
         return total
 
     def _finish(self, call: RemoteCall) -> torch.Tensor:
@@ -264,12 +303,12 @@ class FanoutDispatch:
             self._fallback = torch.zeros(self._rows, dtype=torch.int64)
         if right:
             self._remote[call.rows] += pairs_of_row
-            self.counters.remote += call.pairs
+            self._counted.remote += call.pairs
         else:
             self._pause(call.peer)
             self._fallback[call.rows] += pairs_of_row
-            self.counters.local += call.pairs
-            self.counters.fallbacks += call.pairs
+            self._counted.local += call.pairs
+            self._counted.fallbacks += call.pairs
         return sums
 
     def _await_answer(self, call: RemoteCall) -> tuple[bool, torch.Tensor]:
@@ -293,10 +332,10 @@ class FanoutDispatch:
         try:
             sums = read_answer(answer, rows=rows, hidden_size=hidden_size, dtype=dtype).to(torch.float32)
             if self._spot_check():
-                self.counters.spot_checks += 1
+                self._counted.spot_checks += 1
                 own = self._own.sums(call.request)
                 if not agrees(sums, own, dtype):
-                    self.counters.mismatches += 1
+                    self._counted.mismatches += 1
                     raise wrong_result()
         except Misbehaved as error:
             own = self._own.sums(call.request) if own is None else own
@@ -308,28 +347,32 @@ class FanoutDispatch:
 
     def _pause(self, peer: PeerId) -> None:
         now = time.monotonic()
-        self._paused[peer] = now + PAUSE_S
-        if len(self._paused) > PAUSED_MAX:
-            self._paused = {each: until for each, until in self._paused.items() if until > now}
+        with self._common.lock:
+            paused = self._common.paused
+            paused[peer] = now + PAUSE_S
+            if len(paused) > PAUSED_MAX:
+                self._common.paused = {each: until for each, until in paused.items() if until > now}
 
     def _is_paused(self, peer: PeerId) -> bool:
-        until = self._paused.get(peer)
-        if until is not None and until <= time.monotonic():
-            del self._paused[peer]
-            return False
+        with self._common.lock:
+            until = self._common.paused.get(peer)
+            if until is not None and until <= time.monotonic():
+                del self._common.paused[peer]
+                return False
         return until is not None
 
     def _warm(self) -> None:
         """Counts the experts that this forward used: all layers in one go, because each by itself would cost more."""
         chosen = torch.stack(self._chosen).flatten(1).cpu()  # [L, T × K]
         self._chosen.clear()
-        used = torch.zeros(chosen.shape[0], self._heat.shape[1])
+        used = torch.zeros(chosen.shape[0], self._common.heat.shape[1])
         used.scatter_add_(1, chosen, torch.ones((), dtype=used.dtype).expand(chosen.shape))
         if tuple(self._chosen_layers) != self._layers:
-            each = torch.zeros_like(self._heat)
+            each = torch.zeros_like(self._common.heat)
             each[[self._layers.index(layer) for layer in self._chosen_layers]] = used
             used = each
-        self._heat = self._heat * HEAT_DECAY + used
+        with self._common.lock:
+            self._common.heat = self._common.heat * HEAT_DECAY + used
 
 
 def _make_call(

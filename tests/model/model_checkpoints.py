@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ class TwoShards:
     def tally(self) -> RowTally:
         none = [0] * len(self._local)
         return RowTally(self._local.tolist(), self._remote.tolist(), none, none)
+
+    def fork(self) -> TwoShards:
+        twin = copy(self)
+        twin.calls = twin.fail_at = 0
+        return twin
 
 
 def expert_ids(folder: Path) -> list[ExpertId]:

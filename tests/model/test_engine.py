@@ -174,7 +174,7 @@ def _poison(engine: Engine, job_id: int) -> None:
     seats = [*engine._joining, *engine._running.values()]
     for seat in seats:
         if seat.job.id == job_id:
-            for pool in (*engine._cache._keys.values(), *engine._cache._values.values()):
+            for pool in (*engine._cache.keys.values(), *engine._cache.values.values()):
                 pool[seat.slot, :, : seat.fed] = float("nan")
 
 

@@ -98,7 +98,7 @@ def test_a_prompt_that_is_shared_leaves_nothing_in_a_slot_when_its_first_job_goe
     answers = run(engine, job(3, prompt_of(3, 5)))
     assert tokens(answers[3]) == tokens(run(Engine(trunk, 1, CONTEXT, 8), job(3, prompt_of(3, 5)))[3])
     assert engine.free_slots == 3
-    assert not any(pool.any() for pool in (*engine._cache._keys.values(), *engine._cache._values.values()))
+    assert not any(pool.any() for pool in (*engine._cache.keys.values(), *engine._cache.values.values()))
     assert tokens(run(engine, job(4))[4]) == expected
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from kvasir_node.base.content import read_source
 from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.base.ids import Cid, ExpertId
-from kvasir_node.model.cache import SlotCache
+from kvasir_node.model.cache import Lane
 from kvasir_node.model.checkpoint import ExpertMaths, open_checkpoint, parse_expert_file
 from kvasir_node.model.engine import Engine, Job
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
@@ -63,6 +63,9 @@ class Split:
         none = [0] * self._rows
         return RowTally(none, none, none, none)
 
+    def fork(self) -> Split:
+        return Split(self.near, self.far)
+
 
 class Recorder:
     """A trunk that remembers the logits it gave, by slot."""
@@ -74,9 +77,9 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trunk, name)
 
-    def forward(self, tokens: torch.Tensor, cache: SlotCache) -> tuple[torch.Tensor, RowTally]:
-        logits, tally = self._trunk.forward(tokens, cache)
-        self.seen.append((cache._rows.tolist(), cache.positions[:, -1].tolist(), logits.clone()))
+    def forward(self, tokens: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, RowTally]:
+        logits, tally = self._trunk.forward(tokens, lane)
+        self.seen.append((list(lane.slots), lane.positions[:, -1].tolist(), logits.clone()))
         return logits, tally
 
 

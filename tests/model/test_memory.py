@@ -33,9 +33,9 @@ class Zeros:
     def __call__(self, layer, rows, chosen, weights): return torch.zeros_like(rows)
     def tally(self): return RowTally((), (), (), ())
 trunk = load_trunk(sys.argv[1], torch.bfloat16, "cpu", Zeros())
-cache = trunk.new_cache(2, 64)
-cache.begin([0], [0], 16)
-trunk.forward(torch.ones(1, 16, dtype=torch.int64), cache)
+lane = trunk.new_cache(2, 64).lane()
+lane.begin([0], [0], 16)
+trunk.forward(torch.ones(1, 16, dtype=torch.int64), lane)
 print(trunk.nbytes, psutil.Process().memory_info().rss)
 """
 

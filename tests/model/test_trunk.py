@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,15 @@ class NoDispatch:
     def tally(self) -> RowTally:
         return RowTally((), (), (), ())
 
+    def fork(self) -> NoDispatch:
+        return NoDispatch()
+
 
 def logits_of(folder: Path, prompt: tuple[int, ...]) -> torch.Tensor:
     trunk = local_trunk(folder)
-    cache = trunk.new_cache(1, 64)
-    cache.begin([0], [0], len(prompt))
-    return trunk.forward(torch.tensor([prompt]), cache)[0]
+    lane = trunk.new_cache(1, 64).lane()
+    lane.begin([0], [0], len(prompt))
+    return trunk.forward(torch.tensor([prompt]), lane)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,9 +65,9 @@ def test_a_sharded_bf16_checkpoint_loads_and_computes(tmp_path):
     folder = make_checkpoint("qwen3_moe", tmp_path / "m", torch.bfloat16, shard="100KB")
     trunk = local_trunk(folder, torch.bfloat16)
     assert trunk.dtype is torch.bfloat16
-    cache = trunk.new_cache(1, 64)
-    cache.begin([0], [0], 12)
-    logits, tally = trunk.forward(torch.tensor([prompt_of(1, 12)]), cache)
+    lane = trunk.new_cache(1, 64).lane()
+    lane.begin([0], [0], 12)
+    logits, tally = trunk.forward(torch.tensor([prompt_of(1, 12)]), lane)
     assert logits.dtype is torch.float32
     assert tally == RowTally([6] * 12, [0] * 12, [0] * 12, [0] * 12)
     # bf16 keeps 8 bits: close to the float32 answer of the same weights, not equal.
@@ -116,6 +120,29 @@ def test_loading_says_nothing_and_reaches_for_no_network(checkpoint_folder):
         [sys.executable, "-c", code, str(checkpoint_folder("mixtral"))], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_forks_compute_at_the_same_time_and_equal_what_they_do_one_after_the_other(checkpoint_folder):
+    trunk = local_trunk(checkpoint_folder("qwen3_moe"))
+    cache = trunk.new_cache(2, 64)
+    prompts, lanes, trunks = (
+        [prompt_of(n, 20 + n) for n in range(2)],
+        [cache.lane(), cache.lane()],
+        [trunk, trunk.fork()],
+    )
+
+    def compute(number: int) -> tuple[torch.Tensor, RowTally]:
+        lanes[number].begin([number], [0], len(prompts[number]))
+        return trunks[number].forward(torch.tensor([prompts[number]]), lanes[number])
+
+    one_by_one = [compute(number) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(10):
+            for (logits, tally), (expected, expected_tally) in zip(
+                threads.map(compute, range(2)), one_by_one, strict=True
+            ):
+                torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+                assert tally == expected_tally
 
 
 def test_a_local_dispatch_counts_every_row(checkpoint_folder):

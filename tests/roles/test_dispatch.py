@@ -257,7 +257,7 @@ def test_a_worker_that_was_full_is_asked_again_after_a_pause(own):
     dispatch.set_route(route_of(ANN))
     dispatch.begin(5)
     dispatch(0, *random_rows(0))
-    dispatch._paused[ANN] = time.monotonic() - 1e-6
+    dispatch._common.paused[ANN] = time.monotonic() - 1e-6
     dispatch(1, *random_rows(1))
     dispatch(2, *random_rows(2))
     assert len(crew.calls) == 2
@@ -267,8 +267,8 @@ def test_law_7_peers_in_a_pause_are_forgotten_when_it_is_over(own):
     dispatch = make_dispatch(own, FakeCrew({}))
     for number in range(1000):
         dispatch._pause(PeerId(f"peer {number}"))
-        dispatch._paused[PeerId(f"peer {number}")] -= 1.0
-    assert len(dispatch._paused) <= 257
+        dispatch._common.paused[PeerId(f"peer {number}")] -= 1.0
+    assert len(dispatch._common.paused) <= 257
 
 
 def test_an_answer_that_came_while_our_own_share_took_longer_than_the_deadline_is_used(own):
@@ -334,3 +334,26 @@ def test_agreement_is_judged_row_by_row_so_that_a_small_row_cannot_hide_behind_a
     assert agrees(own + torch.tensor([[0.01, 0.0], [0.0, 0.0]]), own, torch.float32)
     assert agrees(torch.zeros(2, 2), torch.zeros(2, 2), torch.float32)
     assert not agrees(own.clone().fill_(float("nan")), own, torch.float32)
+
+
+def test_a_fork_has_a_forward_of_its_own_and_knows_the_same_routes_pauses_heat_and_counters(own, truth):
+    crew = FakeCrew({ANN: answer_of(own, "honest"), BOB: answer_of(own, "silent")})
+    dispatch = make_dispatch(own, crew)
+    fork = dispatch.fork()
+    dispatch.set_route(route_of(ANN))
+    dispatch.begin(5)
+    for _ in range(HEAT_EVERY):
+        fork.begin(5)
+    for lane, layer, seed in ((dispatch, 0, 1), (fork, 0, 2), (fork, 1, 3), (dispatch, 1, 4), (fork, 2, 5)):
+        inputs = random_rows(seed)
+        torch.testing.assert_close(lane(layer, *inputs), truth(layer, *inputs), atol=1e-4, rtol=1e-4)
+    assert sum(fork.tally().remote) == 3 * sum(dispatch.tally().remote) // 2 > 0
+    assert dispatch.counters == fork.counters
+    assert dispatch.counters.remote == sum(fork.tally().remote) + sum(dispatch.tally().remote)
+    assert sum(map(sum, dispatch.heat().values())) > 0
+    assert dispatch.heat() == fork.heat()
+    fork.set_route(route_of(BOB))
+    fork(0, *random_rows(6))
+    assert len(crew.calls) == 6
+    dispatch(0, *random_rows(7))  # the silent one is in a pause for both
+    assert len(crew.calls) == 6

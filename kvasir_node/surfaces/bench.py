@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvasir_node.base.errors import UsageError
+
 if TYPE_CHECKING:
     from kvasir_node.net.bench import NetFigures
     from kvasir_node.roles.bench_fetch import FetchFigures
+    from kvasir_node.roles.bench_model import ModelFigures, StreamFigures
 
 NET_SCHEMA = "kvasir.bench.net/1"
 NET_SECONDS = 20.0
 FETCH_SCHEMA = "kvasir.bench.fetch/1"
+MODEL_SCHEMA = "kvasir.bench.model/1"
+MODEL_SECONDS = 60.0
+MODEL_STREAMS = "1,4,8,16,32"
+STREAMS_MAX = 256
 
 bench_app = typer.Typer(
     help="Measured figures, each with its baseline in the same run.", rich_markup_mode=None, no_args_is_help=True
@@ -59,6 +68,55 @@ def bench_fetch(
         print(json.dumps(fetch_document(figures)))
     else:
         print(fetch_table(figures))
+
+
+@bench_app.command("model")
+def bench_model(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="demo, an id or name from ls, or a path.")
+    ] = None,
+    make: Annotated[
+        str | None, typer.Option(metavar="S|M", help="Measure a seeded checkpoint of this size; made once.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where --make puts it.")] = None,
+    streams: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = MODEL_STREAMS,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="node.threads by default.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32 or bfloat16.")] = "auto",
+    seconds: Annotated[
+        float, typer.Option(min=0, max=86_400, help="About how long to measure, once all is loaded and warm.")
+    ] = MODEL_SECONDS,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tokens per second of the engine, beside transformers' generate on the same weights and the memory's roof."""
+    if make is not None and model is not None:
+        raise UsageError("MODEL and --make exclude each other")
+    if out is not None and make is None:
+        raise UsageError("--out says where --make puts its checkpoint; give both")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise UsageError(f"--dtype is auto, float32 or bfloat16; got {dtype!r}")
+    counts = _stream_counts(streams)
+    settings = context.obj.settings()
+    from kvasir_node.roles.bench_model import bench_folder, make_bench_checkpoint, measure
+
+    folder = bench_folder(settings, model) if make is None else make_bench_checkpoint(settings, make, out, _say)
+    figures = measure(
+        folder,
+        streams=counts,
+        threads=threads or settings.node.threads,
+        dtype=dtype,
+        prefill_chunk=settings.coordinator.prefill_chunk,
+        seconds=seconds,
+        say=_say,
+    )
+    print(json.dumps(model_document(figures)) if as_json else model_table(figures))
+
+
+def _stream_counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= STREAMS_MAX for part in parts):
+        raise UsageError(f"--streams is a list like {MODEL_STREAMS}, each from 1 to {STREAMS_MAX}; got {text!r}")
+    return [int(part) for part in parts]
 
 
 def fetch_document(figures: FetchFigures) -> dict[str, Any]:
@@ -105,6 +163,84 @@ def net_table(figures: NetFigures) -> str:
         f"  {'beside bulk':<14}{busy:>10.0f}   ×{busy / idle:.2f}",
     ]
     return "\n".join(lines)
+
+
+def model_document(figures: ModelFigures) -> dict[str, Any]:
+    return {
+        "schema": MODEL_SCHEMA,
+        "model": figures.model,
+        "dtype": figures.dtype,
+        "threads": figures.threads,
+        "read_gb_s": round(figures.read_gb_s, 2),
+        "prompt_tokens": figures.prompt_tokens,
+        "decode_steps": figures.decode_steps,
+        "interleaved": figures.is_interleaved,
+        "streams": {
+            str(count): _stream_document(each, figures.roof_tokens_s(count)) for count, each in figures.streams.items()
+        },
+    }
+
+
+def _stream_document(figures: StreamFigures, roof_tokens_s: float) -> dict[str, Any]:
+    spent, sides = figures.profile, tuple(figures.bursts)
+    return {
+        "decode_tokens_s": {
+            **{side: round(figures.decode_tokens_s(side), 1) for side in sides},
+            "roof": round(roof_tokens_s, 1),
+        },
+        "prefill_tokens_s": {side: round(figures.prefill_tokens_s(side), 1) for side in sides},
+        "decode_rounds_tokens_s": {side: _rounded(figures.decode_rounds(side)) for side in sides},
+        "prefill_rounds_tokens_s": {side: _rounded(figures.prefill_rounds(side)) for side in sides},
+        "step_ms": {
+            "trunk": round(1e3 * spent.trunk_s, 3),
+            "experts": round(1e3 * spent.experts_s, 3),
+            "rest": round(1e3 * spent.rest_s, 3),
+        },
+        "experts_read_per_layer": round(spent.experts_read, 2),
+        "touched_bytes": round(spent.touched_bytes),
+        "transformers_experts": figures.experts_implementation,
+    }
+
+
+def _rounded(rates: list[float]) -> list[float]:
+    return [round(rate, 1) for rate in rates]
+
+
+def model_table(figures: ModelFigures) -> str:
+    """Lines for a person: medians with (least–most) of the rounds; ratios are to transformers."""
+    turns = "both in turns" if figures.is_interleaved else "one after the other: no room for both"
+    lines = [
+        f"{figures.model}, {figures.dtype}, {figures.threads} thread(s), memory read at {figures.read_gb_s:.1f} GB/s",
+        f"prompts of {figures.prompt_tokens} tokens, {figures.decode_steps} steps, {turns}",
+        f"{'decode, tokens/s':<18}{'kvasir':>22}{'transformers':>24}{'ratio':>9}{'of the roof':>13}",
+    ]
+    for count, each in figures.streams.items():
+        ours, theirs = (_with_range(each.decode_rounds(side)) for side in each.bursts)
+        share = each.decode_tokens_s("kvasir") / figures.roof_tokens_s(count)
+        lines.append(f"  {_requests(count):<16}{ours:>22}{theirs:>24}{_ratio(each, 'decode'):>9}{share:>12.0%}")
+    lines.append("prefill, tokens/s")
+    for count, each in figures.streams.items():
+        ours, theirs = (_with_range(each.prefill_rounds(side)) for side in each.bursts)
+        lines.append(f"  {_requests(count):<16}{ours:>22}{theirs:>24}{_ratio(each, 'prefill'):>9}")
+    lines.append(f"{'a step of ours, ms':<18}{'trunk':>10}{'experts':>10}{'rest':>10}   experts read in a layer")
+    for count, each in figures.streams.items():
+        spent = each.profile
+        parts = "".join(f"{1e3 * part:>10.2f}" for part in (spent.trunk_s, spent.experts_s, spent.rest_s))
+        lines.append(f"  {_requests(count):<16}{parts}{spent.experts_read:>10.1f}")
+    return "\n".join(lines)
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
+
+
+def _with_range(rates: list[float]) -> str:
+    return f"{median(rates):.1f} ({min(rates):.1f}–{max(rates):.1f})"
+
+
+def _ratio(figures: StreamFigures, kind: str) -> str:
+    rate = figures.decode_tokens_s if kind == "decode" else figures.prefill_tokens_s
+    return f"×{rate('kvasir') / rate('transformers'):.2f}"
 
 
 def _say(words: str) -> None:

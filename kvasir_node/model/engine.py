@@ -17,6 +17,7 @@ import torch
 from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
 from kvasir_node.model.cache import Lane
+from kvasir_node.model.missing import ExpertsMissing, JobsWait
 from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, score, shift, uniform
 from kvasir_node.model.trunk import RowTally, Trunk
 
@@ -136,6 +137,7 @@ class Engine:
         self._free = list(range(slots))
         self._joining: deque[_Seat] = deque()  # at most `slots`, as every seat has a slot
         self._running: dict[int, _Seat] = {}
+        self._paused: dict[int, _Seat] = {}
 
     @property
     def free_slots(self) -> int:
@@ -165,15 +167,35 @@ class Engine:
 
     def leave(self, job_id: int) -> None:
         """Ends a job and frees its slot; does nothing for one that has ended already."""
+        self.resume(job_id)
         seat = self._running.pop(job_id, None) or next((s for s in self._joining if s.job.id == job_id), None)
         if seat is not None:
             self._release(seat)
+
+    def pause(self, job_id: int) -> None:
+        """Leaves a job out of the steps until `resume`; it keeps its slot and what was computed of it."""
+        seat = self._running.pop(job_id, None) or next((s for s in self._joining if s.job.id == job_id), None)
+        if seat is not None:
+            self._paused[job_id] = seat
+            if seat in self._joining:
+                self._joining.remove(seat)
+
+    def resume(self, job_id: int) -> None:
+        """Lets a paused job go on; does nothing for another one."""
+        seat = self._paused.pop(job_id, None)
+        if seat is None:
+            return
+        if seat.answer:
+            self._running[job_id] = seat
+        else:
+            self._joining.append(seat)
 
     @torch.inference_mode()
     def step(self) -> list[StepToken]:
         """One token for every running job, and one chunk of the prompt of the job that has waited longest.
 
-        Raises BadLogits or ConstraintFailed that name a job, or whatever the expert dispatch raises.
+        Raises BadLogits or ConstraintFailed that name a job, JobsWait for jobs that should be paused, or whatever the
+        expert dispatch raises.
         """
         forwards = []
         if self._running:
@@ -191,7 +213,7 @@ class Engine:
         lane = self._decode_lane
         lane.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
         tokens = torch.tensor([[seat.answer[-1]] for seat in seats], device=self._trunk.device)
-        logits, rows = self._trunk.forward(tokens, lane)
+        logits, rows = self._run(tokens, lane, seats)
         tallies = [_sum_rows(rows, row, row + 1) for row in range(len(seats))]
         return _Forward(lane, seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
 
@@ -200,7 +222,7 @@ class Engine:
         chunk = seat.job.prompt[seat.fed : seat.fed + size]
         lane = self._prefill_lane
         lane.begin([seat.slot], [seat.fed], len(chunk))
-        logits, rows = self._trunk.forward(torch.tensor([chunk], device=self._trunk.device), lane)
+        logits, rows = self._run(torch.tensor([chunk], device=self._trunk.device), lane, [seat])
         fed = seat.fed + len(chunk)
         tally = _sum_rows(rows, 0, len(chunk))
         if fed < len(seat.job.prompt):
@@ -210,6 +232,14 @@ class Engine:
         return _Forward(
             lane, [seat, *twins], [fed] * len(tallies), logits.expand(len(tallies), -1), tallies, True, twins
         )
+
+    def _run(self, tokens: torch.Tensor, lane: Lane, seats: Sequence[_Seat]) -> tuple[torch.Tensor, RowTally]:
+        """`Trunk.forward`, a row of tokens [B, Q] for each seat; rows that cannot be computed become jobs that wait."""
+        try:
+            return self._trunk.forward(tokens, lane)
+        except ExpertsMissing as missing:
+            waiting = {seats[row // tokens.shape[1]].job.id for row in missing.rows}
+            raise JobsWait(missing, sorted(waiting)) from missing
 
     def _check_logits(self, forward: _Forward) -> None:
         for row in bad_rows(forward.logits):
@@ -284,7 +314,7 @@ class Engine:
         self._free.append(seat.slot)
 
     def check(self, job: Job) -> None:
-        if job.id in self._running or any(seat.job.id == job.id for seat in self._joining):
+        if job.id in self._running or job.id in self._paused or any(seat.job.id == job.id for seat in self._joining):
             raise BugError(f"job {job.id} joined twice")
         if not 1 <= len(job.prompt) < self.context:
             raise UsageError(

@@ -57,13 +57,14 @@ class SlotCache:
         for pool in self.states.values():
             pool[target] = pool[source]
 
-    def clear(self, slot: int, length: int) -> None:
-        """Zeroes the states and the first `length` positions. Masked keys still take part in the arithmetic (0 × NaN is
-        NaN), so what a request left behind could otherwise reach the next one."""
+    def clear(self, slot: int, start: int, end: int) -> None:
+        """Zeroes positions start … end - 1, and the states if none stays. Masked keys still take part in the arithmetic
+        (0 × NaN is NaN), so what a request left behind could otherwise reach the next one."""
         for pool in (*self.keys.values(), *self.values.values()):
-            pool[slot, :, :length].zero_()
-        for pool in self.states.values():
-            pool[slot].zero_()
+            pool[slot, :, start:end].zero_()
+        if start == 0:
+            for pool in self.states.values():
+                pool[slot].zero_()
 
     def _pool(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         with torch.inference_mode(False):  # a forward's own tensors could not be cleared outside of it

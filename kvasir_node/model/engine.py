@@ -7,145 +7,110 @@ that raises has changed nothing that a later step could see, so it may be repeat
 from __future__ import annotations
 
 import secrets
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageError
-from kvasir_node.base.generation import FinishReason, SamplingOptions
+from kvasir_node.base.errors import BugError, CapacityError, UsageError
+from kvasir_node.base.generation import FinishReason
 from kvasir_node.model.cache import Lane
+from kvasir_node.model.jobs import AnswerTally, BadLogits, ConstraintFailed, Job, StepToken
 from kvasir_node.model.missing import ExpertsMissing, JobsWait
-from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, score, shift, uniform
+from kvasir_node.model.prefix_cache import PrefixCache, Refill
+from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, likeliest, score, shift, uniform
 from kvasir_node.model.trunk import RowTally, Trunk
 
-
-class Constraint(Protocol):
-    """What an answer may be, token by token; one for each job (see `model/grammar.py`)."""
-
-    @property
-    def ended(self) -> bool:
-        """The answer is complete and nothing but an end token could follow."""
-        ...
-
-    def allowed(self, vocabulary: int) -> torch.Tensor:
-        """bool [vocabulary]: which tokens may come next, at least one. Raises UsageError when it cannot tell."""
-        ...
-
-    def take(self, token: int) -> None:
-        """The answer goes on with this token."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request in tokens. `id` is unique among the jobs of an engine.
-
-    `top_logprobs` None = no scores; else each StepToken carries them, with that many of the likeliest tokens.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingOptions
-    end_tokens: frozenset[int]
-    ignore_end: bool = False
-    top_logprobs: int | None = None
-    constraint: Constraint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerTally:
-    """(row, expert) pairs of one job so far, prefill included."""
-
-    local_pairs: int = 0
-    remote_pairs: int = 0
-    fallbacks: int = 0
-    hedges: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepToken:
-    """One more token of a job. An end token is reported too, with `finished` STOP and not as `is_text`."""
-
-    job_id: int
-    token: int
-    finished: FinishReason | None
-    tally: AnswerTally
-    is_text: bool = True
-    scores: TokenScores | None = None
-
-
-class BadLogits(DataError):
-    """The model gave a job logits that are not finite; the job must leave, its neighbours can go on."""
-
-    def __init__(self, message: str, *, job_id: int) -> None:
-        super().__init__(message)
-        self.job_id = job_id
-
-
-class ConstraintFailed(UsageError):
-    """A job's constraint cannot tell what may come next; the job must leave, its neighbours can go on."""
-
-    def __init__(self, error: UsageError, *, job_id: int) -> None:
-        super().__init__(str(error), param=error.param, code=error.code)
-        self.job_id = job_id
+LANES_MAX = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """A job and its slot. `fed` counts the positions whose keys and values are in the cache."""
+    """A job and its slot, which is the job's own once it `is_filled`. `fed`: tokens whose keys and values it has."""
 
     job: Job
     slot: int
     seed: int
-    fed: int = 0
-    answer: list[int] = field(default_factory=list)
+    is_plain: bool
+    fed: list[int] = field(default_factory=list[int])
+    is_filled: bool = False
+    is_poisoned: bool = False
+    answer: list[int] = field(default_factory=list[int])
     counts: Counter[int] = field(default_factory=Counter[int])  # of the answer's tokens
-    tally: AnswerTally = AnswerTally()
+    tally: AnswerTally = field(default_factory=AnswerTally)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Forward:
-    """What one forward gave: `logits` [B, V] of `seats`, which now have `fed` positions, and their tallies."""
+    """One forward: `tokens` [B][Q] of `seats`, and what it gave: `logits` [B, V] and the tally of its rows.
+
+    `twins` have the prompt that the only seat computes, and get their part of the cache from it.
+    """
 
     lane: Lane
     seats: Sequence[_Seat]
-    fed: Sequence[int]
-    logits: torch.Tensor
-    tallies: Sequence[AnswerTally]
-    gives_tokens: bool
-    twins: Sequence[_Seat] = ()  # have the prompt that the first seat computed, and get their part of the cache from it
+    tokens: list[list[int]]
+    gives_tokens: bool = True
+    twins: Sequence[_Seat] = ()
+    logits: torch.Tensor = field(init=False)
+    rows: RowTally = field(init=False)
 
 
 class Engine:
-    """Up to `slots` jobs of up to `context` tokens each (prompt and answer)."""
+    """Up to `slots` jobs of up to `context` tokens each (prompt and answer).
 
-    def __init__(self, trunk: Trunk, slots: int, context: int, prefill_chunk: int) -> None:
+    `lanes` (1 … LANES_MAX, may be set at any time): the running jobs are split into so many forwards, each in a thread
+    of its own, so that one of them computes while another waits for experts elsewhere. With 1 there are no threads.
+    """
+
+    def __init__(
+        self, trunk: Trunk, slots: int, context: int, prefill_chunk: int, *, reuses_prefixes: bool = True
+    ) -> None:
         if not 1 <= context <= trunk.context_max:
             raise UsageError(f"a context of {context} tokens: the model allows 1 to {trunk.context_max}")
         if slots < 1 or prefill_chunk < 1:
             raise UsageError(f"{slots} slots and prefill chunks of {prefill_chunk} tokens: both must be at least 1")
         self.slots = slots
         self.context = context
+        self._lane_count = 1
         self._trunk = trunk
+        self._forks: list[Trunk] = []  # for the forwards beside the first one
+        self._threads = ThreadPoolExecutor(LANES_MAX, "lane")  # starts none before it is used
         self._prefill_chunk = prefill_chunk
         self._cache = trunk.new_cache(slots, context)
-        self._decode_lane, self._prefill_lane = self._cache.lane(), self._cache.lane()
-        self._free = list(range(slots))
+        self._lanes = [self._cache.lane() for _ in range(LANES_MAX)]
+        self._prefill_lane = self._cache.lane()
+        # A model whose prompts cannot be computed in parts could not take up a sequence either.
+        self._prefixes = PrefixCache(
+            slots, reuses=reuses_prefixes and trunk.splits_prompts, whole=bool(self._cache.states)
+        )
         self._joining: deque[_Seat] = deque()  # at most `slots`, as every seat has a slot
         self._running: dict[int, _Seat] = {}
+        self._in_order: list[_Seat] = []  # those running, by slot
         self._paused: dict[int, _Seat] = {}
+        self.prompt_tokens = 0  # of all prompts whose computing has begun
+        self.reused_tokens = 0  # of these, those that were found in the cache
+
+    @property
+    def lanes(self) -> int:
+        return self._lane_count
+
+    @lanes.setter
+    def lanes(self, count: int) -> None:
+        if not 1 <= count <= LANES_MAX:
+            raise UsageError(f"{count} lanes: expected 1 to {LANES_MAX}")
+        self._lane_count = count
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        return self._prefixes.free_count
 
     @property
     def busy_slots(self) -> int:
-        return self.slots - len(self._free)
+        return self.slots - self.free_slots
 
     @property
     def is_idle(self) -> bool:
@@ -158,27 +123,22 @@ class Engine:
         Raises CapacityError when no slot is free, UsageError when it can never fit.
         """
         self.check(job)
-        if not self._free:
+        if not self.free_slots:
             raise CapacityError(f"all {self.slots} slots are busy")
-        self._free.sort()
         seed = secrets.randbits(64) if job.sampling.seed is None else job.sampling.seed
-        # The lowest free slot, because neighbouring slots are read without a copy.
-        self._joining.append(_Seat(job, self._free.pop(0), seed))
+        self._joining.append(_Seat(job, self._prefixes.take(job.prompt), seed, job.is_plain))
 
     def leave(self, job_id: int) -> None:
         """Ends a job and frees its slot; does nothing for one that has ended already."""
-        self.resume(job_id)
-        seat = self._running.pop(job_id, None) or next((s for s in self._joining if s.job.id == job_id), None)
+        seat = self._paused.pop(job_id, None) or self._stop(job_id)
         if seat is not None:
             self._release(seat)
 
     def pause(self, job_id: int) -> None:
         """Leaves a job out of the steps until `resume`; it keeps its slot and what was computed of it."""
-        seat = self._running.pop(job_id, None) or next((s for s in self._joining if s.job.id == job_id), None)
+        seat = self._stop(job_id)
         if seat is not None:
             self._paused[job_id] = seat
-            if seat in self._joining:
-                self._joining.remove(seat)
 
     def resume(self, job_id: int) -> None:
         """Lets a paused job go on; does nothing for another one."""
@@ -186,7 +146,7 @@ class Engine:
         if seat is None:
             return
         if seat.answer:
-            self._running[job_id] = seat
+            self._start(seat)
         else:
             self._joining.append(seat)
 
@@ -197,11 +157,10 @@ class Engine:
         Raises BadLogits or ConstraintFailed that name a job, JobsWait for jobs that should be paused, or whatever the
         expert dispatch raises.
         """
-        forwards = []
-        if self._running:
-            forwards.append(self._decode(sorted(self._running.values(), key=lambda seat: seat.slot)))
+        forwards = [self._decode(lane, seats) for lane, seats in zip(self._lanes, self._shares(), strict=False)]
         if self._joining:
             forwards.append(self._prefill(self._joining[0]))
+        self._compute(forwards)
         for forward in forwards:
             self._check_logits(forward)
         chosen = [self._choose(forward) for forward in forwards]
@@ -209,59 +168,83 @@ class Engine:
             forward.lane.commit()
         return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
-    def _decode(self, seats: Sequence[_Seat]) -> _Forward:
-        lane = self._decode_lane
-        lane.begin([seat.slot for seat in seats], [seat.fed for seat in seats], 1)
-        tokens = torch.tensor([[seat.answer[-1]] for seat in seats], device=self._trunk.device)
-        logits, rows = self._run(tokens, lane, seats)
-        tallies = [_sum_rows(rows, row, row + 1) for row in range(len(seats))]
-        return _Forward(lane, seats, [seat.fed + 1 for seat in seats], logits, tallies, True)
+    def _shares(self) -> list[list[_Seat]]:
+        """The running jobs by lane: neighbours together, because neighbouring slots are read without a copy."""
+        seats = self._in_order
+        lanes = min(self._lane_count, len(seats))
+        if lanes <= 1:
+            return [seats] * lanes
+        return [seats[len(seats) * lane // lanes : len(seats) * (lane + 1) // lanes] for lane in range(lanes)]
+
+    def _decode(self, lane: Lane, seats: Sequence[_Seat]) -> _Forward:
+        lane.begin([seat.slot for seat in seats], [len(seat.fed) for seat in seats], 1)
+        return _Forward(lane, list(seats), [seat.answer[-1:] for seat in seats])
 
     def _prefill(self, seat: _Seat) -> _Forward:
-        size = self._prefill_chunk if self._trunk.splits_prompts else len(seat.job.prompt)
-        chunk = seat.job.prompt[seat.fed : seat.fed + size]
-        lane = self._prefill_lane
-        lane.begin([seat.slot], [seat.fed], len(chunk))
-        logits, rows = self._run(torch.tensor([chunk], device=self._trunk.device), lane, [seat])
-        fed = seat.fed + len(chunk)
-        tally = _sum_rows(rows, 0, len(chunk))
-        if fed < len(seat.job.prompt):
-            return _Forward(lane, [seat], [fed], logits, [tally], False)
-        twins = [other for other in self._joining if other is not seat and other.job.prompt == seat.job.prompt]
-        tallies = [tally, *(AnswerTally() for _ in twins)]
-        return _Forward(
-            lane, [seat, *twins], [fed] * len(tallies), logits.expand(len(tallies), -1), tallies, True, twins
-        )
+        if not seat.is_filled:
+            self._fill(seat, self._prefixes.refill(seat.slot, seat.job.prompt))
+            self.prompt_tokens += len(seat.job.prompt)
+            self.reused_tokens += len(seat.fed)
+        prompt, fed = seat.job.prompt, len(seat.fed)
+        size = self._prefill_chunk if self._trunk.splits_prompts else len(prompt)
+        chunk = list(prompt[fed : fed + size])
+        self._prefill_lane.begin([seat.slot], [fed], len(chunk))
+        if fed + len(chunk) < len(prompt):
+            return _Forward(self._prefill_lane, [seat], [chunk], gives_tokens=False)
+        twins = [other for other in self._joining if other is not seat and other.job.prompt == prompt]
+        return _Forward(self._prefill_lane, [seat], [chunk], twins=twins)
 
-    def _run(self, tokens: torch.Tensor, lane: Lane, seats: Sequence[_Seat]) -> tuple[torch.Tensor, RowTally]:
-        """`Trunk.forward`, a row of tokens [B, Q] for each seat; rows that cannot be computed become jobs that wait."""
+    def _fill(self, seat: _Seat, refill: Refill) -> None:
+        if refill.dirty > refill.length or not refill.length:
+            self._cache.clear(seat.slot, refill.length, refill.dirty)
+        if refill.source != seat.slot:
+            self._cache.copy(refill.source, seat.slot, refill.length)
+        seat.fed, seat.is_filled = refill.tokens, True
+
+    def _compute(self, forwards: Sequence[_Forward]) -> None:
+        """All of them, at the same time if there are lanes; ends when none is under way any more."""
+        if self._lane_count == 1 or len(forwards) <= 1:
+            for forward in forwards:
+                _run(self._trunk, forward)
+            return
+        while len(self._forks) < len(forwards) - 1:
+            self._forks.append(self._trunk.fork())
+        others = [self._threads.submit(_run, *each) for each in zip(self._forks, forwards[1:], strict=False)]
         try:
-            return self._trunk.forward(tokens, lane)
-        except ExpertsMissing as missing:
-            waiting = {seats[row // tokens.shape[1]].job.id for row in missing.rows}
-            raise JobsWait(missing, sorted(waiting)) from missing
+            _run(self._trunk, forwards[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
 
     def _check_logits(self, forward: _Forward) -> None:
         for row in bad_rows(forward.logits):
-            job = forward.seats[row].job
+            seat = forward.seats[row]
+            seat.is_poisoned = True
             raise BadLogits(
-                f"the model's logits for job {job.id} at position {forward.fed[row]} are not finite", job_id=job.id
+                f"the model's logits for job {seat.job.id} at position {len(seat.fed) + len(forward.tokens[row])} are "
+                "not finite",
+                job_id=seat.job.id,
             )
 
     def _choose(self, forward: _Forward) -> list[tuple[int, TokenScores | None]]:
-        """The next token of each seat with its scores; changes nothing."""
+        """The next token of each seat and twin with its scores; changes nothing."""
         if not forward.gives_tokens:
             return []
-        jobs = [seat.job for seat in forward.seats]
+        seats = [*forward.seats, *forward.twins]
+        if all(seat.is_plain for seat in seats):
+            return [(token, None) for token in likeliest(forward.logits) * (1 + len(forward.twins))]
+        logits = forward.logits.expand(len(seats), -1)
+        jobs = [seat.job for seat in seats]
         options = [job.sampling for job in jobs]
-        draws = [uniform(seat.seed, len(seat.answer)) for seat in forward.seats]
-        logits = shift(forward.logits, options, [seat.counts for seat in forward.seats])
-        tokens = choose(forbid(logits, self._allowed(jobs)), options, draws)
+        draws = [uniform(seat.seed, len(seat.answer)) if seat.job.sampling.temperature > 0 else 0.0 for seat in seats]
+        shifted = shift(logits, options, [seat.counts for seat in seats])
+        tokens = choose(forbid(shifted, self._allowed(jobs)), options, draws)
         scores: dict[int, TokenScores] = {}
         asked = [row for row, job in enumerate(jobs) if job.top_logprobs is not None]
         if asked:
             tops = [jobs[row].top_logprobs or 0 for row in asked]
-            scores = dict(zip(asked, score(forward.logits[asked], [tokens[row] for row in asked], tops), strict=True))
+            scores = dict(zip(asked, score(logits[asked], [tokens[row] for row in asked], tops), strict=True))
         return [(token, scores.get(row)) for row, token in enumerate(tokens)]
 
     def _allowed(self, jobs: Sequence[Job]) -> dict[int, torch.Tensor]:
@@ -275,43 +258,69 @@ class Engine:
         return masks
 
     def _commit(self, forward: _Forward, chosen: Sequence[tuple[int, TokenScores | None]]) -> list[StepToken]:
-        for seat, fed, tally in zip(forward.seats, forward.fed, forward.tallies, strict=True):
-            seat.fed = fed
-            seat.tally = _add(seat.tally, tally)
+        first = 0
+        for seat, tokens in zip(forward.seats, forward.tokens, strict=True):
+            seat.fed += tokens
+            seat.tally = _add(seat.tally, forward.rows, first, first + len(tokens))
+            first += len(tokens)
         for twin in forward.twins:
-            self._cache.copy(forward.seats[0].slot, twin.slot, twin.fed)
+            self._prefixes.wrote(twin.slot, self._written(twin))
+            self._fill(twin, self._prefixes.replace(twin.slot, forward.seats[0].slot, list(twin.job.prompt)))
+            self.prompt_tokens += len(twin.fed)
+            self.reused_tokens += len(twin.fed)
         if not forward.gives_tokens:
             return []
-        return [self._take(seat, *each) for seat, each in zip(forward.seats, chosen, strict=True)]
+        return [self._take(*each) for each in zip([*forward.seats, *forward.twins], chosen, strict=True)]
 
-    def _take(self, seat: _Seat, token: int, scores: TokenScores | None) -> StepToken:
+    def _take(self, seat: _Seat, chosen: tuple[int, TokenScores | None]) -> StepToken:
+        (token, scores), job = chosen, seat.job
         seat.answer.append(token)
-        seat.counts[token] += 1
-        if seat.job.constraint is not None:
-            seat.job.constraint.take(token)
-        finished = self._finish_reason(seat, token)
+        if not seat.is_plain:
+            seat.counts[token] += 1
+            if job.constraint is not None:
+                job.constraint.take(token)
+        is_end = token in job.end_tokens and not job.ignore_end
+        finished = self._finish_reason(seat, is_end)
         if finished is not None:
-            self._running.pop(seat.job.id, None)
+            self._stop(job.id)
             self._release(seat)
         elif len(seat.answer) == 1:
             self._joining.remove(seat)
-            self._running[seat.job.id] = seat
-        return StepToken(seat.job.id, token, finished, seat.tally, not _is_end(seat.job, token), scores)
+            self._start(seat)
+        return StepToken(job.id, token, finished, seat.tally, not is_end, scores)
 
-    def _finish_reason(self, seat: _Seat, token: int) -> FinishReason | None:
+    def _finish_reason(self, seat: _Seat, is_end: bool) -> FinishReason | None:
         job = seat.job
-        if _is_end(job, token) or (job.constraint is not None and job.constraint.ended):
+        if is_end or (job.constraint is not None and job.constraint.ended):
             return FinishReason.STOP
         is_full = len(job.prompt) + len(seat.answer) >= self.context
         return FinishReason.LENGTH if is_full or len(seat.answer) >= job.max_tokens else None
 
-    def _release(self, seat: _Seat) -> None:
-        if seat in self._joining:
+    def _start(self, seat: _Seat) -> None:
+        self._running[seat.job.id] = seat
+        insort(self._in_order, seat, key=lambda other: other.slot)
+
+    def _stop(self, job_id: int) -> _Seat | None:
+        """Takes a job out of the steps."""
+        seat = self._running.pop(job_id, None)
+        if seat is not None:
+            self._in_order.remove(seat)
+            return seat
+        seat = next((each for each in self._joining if each.job.id == job_id), None)
+        if seat is not None:
             self._joining.remove(seat)
-        # One position, one chunk or the prompt beyond `fed` may have been written by a forward that then failed.
-        written = min(max(seat.fed + self._prefill_chunk, len(seat.job.prompt)), self.context)
-        self._cache.clear(seat.slot, written)
-        self._free.append(seat.slot)
+        return seat
+
+    def _release(self, seat: _Seat) -> None:
+        if seat.is_filled:
+            self._prefixes.wrote(seat.slot, self._written(seat))
+        self._prefixes.give_back(seat.slot, keeps=not seat.is_poisoned)
+
+    def _written(self, seat: _Seat) -> int:
+        """One position, one chunk or the prompt beyond `fed` may have been written by a forward that then failed."""
+        return (
+            min(max(len(seat.fed) + self._prefill_chunk, len(seat.job.prompt)), self.context) if seat.is_filled else 0
+        )
 
     def check(self, job: Job) -> None:
         if job.id in self._running or job.id in self._paused or any(seat.job.id == job.id for seat in self._joining):
@@ -337,23 +346,27 @@ class Engine:
             )
 
 
-def _is_end(job: Job, token: int) -> bool:
-    return token in job.end_tokens and not job.ignore_end
+def _run(trunk: Trunk, forward: _Forward) -> None:
+    """Fills in what the forward gives; rows that cannot be computed become jobs that wait."""
+    tokens = torch.tensor(forward.tokens, device=trunk.device)
+    try:
+        forward.logits, forward.rows = trunk.forward(tokens, forward.lane)
+    except ExpertsMissing as missing:
+        waiting = {forward.seats[row // tokens.shape[1]].job.id for row in missing.rows}
+        raise JobsWait(missing, sorted(waiting)) from missing
 
 
-def _sum_rows(rows: RowTally, first: int, end: int) -> AnswerTally:
+def _add(tally: AnswerTally, rows: RowTally, first: int, end: int) -> AnswerTally:
+    if end == first + 1:  # 1 µs less, for each token of each job
+        return AnswerTally(
+            tally.local_pairs + rows.local[first],
+            tally.remote_pairs + rows.remote[first],
+            tally.fallbacks + rows.fallback[first],
+            tally.hedges + rows.hedged[first],
+        )
     return AnswerTally(
-        local_pairs=int(sum(rows.local[first:end])),
-        remote_pairs=int(sum(rows.remote[first:end])),
-        fallbacks=int(sum(rows.fallback[first:end])),
-        hedges=int(sum(rows.hedged[first:end])),
-    )
-
-
-def _add(left: AnswerTally, right: AnswerTally) -> AnswerTally:
-    return AnswerTally(
-        left.local_pairs + right.local_pairs,
-        left.remote_pairs + right.remote_pairs,
-        left.fallbacks + right.fallbacks,
-        left.hedges + right.hedges,
+        tally.local_pairs + sum(rows.local[first:end]),
+        tally.remote_pairs + sum(rows.remote[first:end]),
+        tally.fallbacks + sum(rows.fallback[first:end]),
+        tally.hedges + sum(rows.hedged[first:end]),
     )

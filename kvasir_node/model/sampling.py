@@ -93,6 +93,14 @@ def score(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> l
     return [TokenScores(own, tuple(row[:top])) for own, row, top in zip(chosen, pairs, tops, strict=True)]
 
 
+def likeliest(logits: torch.Tensor) -> list[int]:
+    """The token with the highest logit of each row [B, V], the first of equal ones; a NaN counts as the highest."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1).tolist()
+    # numpy takes 10 µs for 152,000 tokens where torch takes 250 (one core with AVX-512, 29.11.2026).
+    return logits.numpy().argmax(axis=-1).tolist()
+
+
 def choose(logits: torch.Tensor, options: Sequence[SamplingOptions], draws: Sequence[float]) -> list[int]:
     """One token per row: the likeliest when its temperature is 0, else the one its draw in [0, 1) falls on.
 
@@ -101,10 +109,9 @@ def choose(logits: torch.Tensor, options: Sequence[SamplingOptions], draws: Sequ
     """
     if bad := bad_rows(logits):
         raise DataError(f"the logits of rows {bad} are not finite, no token can be chosen")
-    likeliest = logits.argmax(dim=-1).tolist()
     return [
         token if option.temperature <= 0 else _draw(row, option, draw)
-        for token, row, option, draw in zip(likeliest, logits, options, draws, strict=True)
+        for token, row, option, draw in zip(likeliest(logits), logits, options, draws, strict=True)
     ]
 
 
@@ -116,11 +123,11 @@ def _draw(logits: torch.Tensor, options: SamplingOptions, draw: float) -> int:
     weights = weights.cpu()
     # In the order of token ids, where a change of the last bit of a logit moves each border by as little. Sorted by
     # weight, two near-equal tokens could change places and with them the whole answer.
-    ids = _likeliest(weights, options)
+    ids = _passing(weights, options)
     return int(ids[_pick(weights[ids], draw)])
 
 
-def _likeliest(weights: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+def _passing(weights: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """The tokens that pass the filters, in the order of their ids; at least one. Of equal ones the first count.
 
     weights [V] on the CPU. numpy sorts 152,000 of them in 0.9 ms where torch takes 27 (one core with AVX-512,

@@ -159,7 +159,7 @@ class Trunk:
         """A cache with all its memory. What each layer keeps is seen from one token sent through the trunk alone."""
         cache = SlotCache(slots, context, self.device)
         self._run(torch.zeros((1, 1), dtype=torch.int64, device=self.device), cache.lane(), _NoExperts())
-        cache.clear(0, 1)
+        cache.clear(0, 0, 1)
         return cache
 
     def fork(self) -> Trunk:

@@ -28,7 +28,7 @@ from kvasir_node.base.generation import (
     ToolCall,
 )
 from kvasir_node.model.dialect import AnswerPlan
-from kvasir_node.model.engine import AnswerTally, Job, StepToken
+from kvasir_node.model.jobs import AnswerTally, Job, StepToken
 from kvasir_node.model.sampling import TokenScores
 from kvasir_node.model.text import TextModel, TextStream
 from kvasir_node.model.tools import Called, Piece, Said

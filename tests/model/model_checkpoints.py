@@ -11,8 +11,9 @@ import torch
 
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import open_checkpoint
-from kvasir_node.model.engine import Engine, Job, StepToken
+from kvasir_node.model.engine import Engine
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
+from kvasir_node.model.jobs import Job, StepToken
 from kvasir_node.model.trunk import LocalDispatch, RowTally, Trunk, load_trunk
 
 VOCABULARY = 256

@@ -75,7 +75,7 @@ def test_clearing_forgets_one_slot():
     lane = make()
     lane.begin([0, 1], [0, 0], 4)
     states(lane, 2, 4, float("nan"))
-    lane.pools.clear(0, 4)
+    lane.pools.clear(0, 0, 4)
     keys, values = lane.pools.keys[1], lane.pools.values[1]
     assert keys[0].count_nonzero() == values[0].count_nonzero() == 0
     assert keys[1, :, :4].isnan().all()
@@ -153,7 +153,7 @@ def test_clearing_zeroes_states_and_copying_takes_them_along():
     recurrent(lane, [[float("nan")], [2.0]])
     states(lane, 2, 1, 5.0)
     lane.commit()
-    lane.pools.clear(0, 1)
+    lane.pools.clear(0, 0, 1)
     lane.pools.copy(1, 2, 1)
     lane.begin([0, 1, 2], [1, 1, 1], 1)
     assert read_recurrent(lane) == [0, 2, 2]

@@ -21,7 +21,8 @@ from model_checkpoints import (
 
 from kvasir_node.base.errors import BugError, CapacityError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
-from kvasir_node.model.engine import AnswerTally, BadLogits, Engine, Job, StepToken
+from kvasir_node.model.engine import Engine
+from kvasir_node.model.jobs import AnswerTally, BadLogits, Job, StepToken
 from kvasir_node.model.trunk import load_trunk
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -100,7 +101,7 @@ def test_the_tally_counts_this_job_alone_and_includes_the_prompt(trunk):
 
 def test_a_step_that_raised_can_be_repeated_without_a_trace(folder, reference):
     dispatch = TwoShards(folder)
-    engine = Engine(load_trunk(folder, torch.float32, "cpu", dispatch), 3, CONTEXT, 8)
+    engine = Engine(load_trunk(folder, torch.float32, "cpu", dispatch), 3, CONTEXT, 8, reuses_prefixes=False)
     sampling = SamplingOptions(temperature=1.0, seed=3)
     jobs = [job(1, prompt_of(1, 20), 24), job(2, prompt_of(2, 11), 24, sampling=sampling), job(3, prompt_of(3, 40), 24)]
     calm = run(engine, *jobs)
@@ -144,7 +145,7 @@ def test_unseeded_jobs_differ(trunk):
 def test_a_reused_slot_never_shows_what_was_in_it(trunk, reference):
     """Random aborts, in prefill and in decode; and whatever they left behind is poison (NaN) until it is cleared."""
     rng = random.Random(9)
-    engine = Engine(trunk, slots=3, context=CONTEXT, prefill_chunk=8)
+    engine = Engine(trunk, slots=3, context=CONTEXT, prefill_chunk=8, reuses_prefixes=False)
     expected = {n: greedy(reference, prompt_of(n, 4 + n), 12) for n in range(4)}
     answers: dict[int, list[int]] = {}
     kinds: dict[int, int] = {}
@@ -175,7 +176,7 @@ def _poison(engine: Engine, job_id: int) -> None:
     for seat in seats:
         if seat.job.id == job_id:
             for pool in (*engine._cache.keys.values(), *engine._cache.values.values()):
-                pool[seat.slot, :, : seat.fed] = float("nan")
+                pool[seat.slot, :, : len(seat.fed)] = float("nan")
 
 
 def test_not_finite_logits_cost_one_job_and_not_its_neighbours(trunk, reference):

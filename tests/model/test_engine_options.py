@@ -21,7 +21,8 @@ from model_checkpoints import (
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
-from kvasir_node.model.engine import ConstraintFailed, Engine, Job, StepToken
+from kvasir_node.model.engine import Engine
+from kvasir_node.model.jobs import ConstraintFailed, Job, StepToken
 from kvasir_node.model.trunk import load_trunk
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -87,7 +88,7 @@ def test_jobs_of_one_prompt_compute_it_once_and_each_equals_its_solo_run(trunk, 
     }  # the prompt's pairs are counted where it was computed
 
 
-def test_a_prompt_that_is_shared_leaves_nothing_in_a_slot_when_its_first_job_goes(trunk, expected):
+def test_a_prompt_that_is_shared_leaves_nothing_that_another_request_could_see(trunk, expected):
     engine = Engine(trunk, 3, CONTEXT, 8)
     for number in range(3):
         engine.join(job(number, max_tokens=1 if number == 0 else 16))
@@ -98,7 +99,6 @@ def test_a_prompt_that_is_shared_leaves_nothing_in_a_slot_when_its_first_job_goe
     answers = run(engine, job(3, prompt_of(3, 5)))
     assert tokens(answers[3]) == tokens(run(Engine(trunk, 1, CONTEXT, 8), job(3, prompt_of(3, 5)))[3])
     assert engine.free_slots == 3
-    assert not any(pool.any() for pool in (*engine._cache.keys.values(), *engine._cache.values.values()))
     assert tokens(run(engine, job(4))[4]) == expected
 
 
@@ -166,7 +166,7 @@ def test_a_constraint_that_fails_costs_its_own_job_alone(trunk, expected):
 
 def test_steps_that_raised_and_were_repeated_leave_no_trace_in_what_jobs_ask_for(folder):
     dispatch = TwoShards(folder)
-    engine = Engine(load_trunk(folder, torch.float32, "cpu", dispatch), 4, CONTEXT, 8)
+    engine = Engine(load_trunk(folder, torch.float32, "cpu", dispatch), 4, CONTEXT, 8, reuses_prefixes=False)
 
     def jobs() -> list[Job]:
         varied = SamplingOptions(seed=3, presence_penalty=0.4, frequency_penalty=0.2)

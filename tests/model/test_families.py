@@ -23,10 +23,11 @@ from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.base.ids import Cid, ExpertId
 from kvasir_node.model.cache import Lane
 from kvasir_node.model.checkpoint import ExpertMaths, open_checkpoint, parse_expert_file
-from kvasir_node.model.engine import Engine, Job
+from kvasir_node.model.engine import Engine
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
 from kvasir_node.model.families import FAMILIES, REFUSED
 from kvasir_node.model.indexing import index_checkpoint
+from kvasir_node.model.jobs import Job
 from kvasir_node.model.manifest import decode_layer_node, decode_manifest
 from kvasir_node.model.trunk import LocalDispatch, RowTally, Trunk, load_trunk
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, is_node

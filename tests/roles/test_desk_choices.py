@@ -26,7 +26,7 @@ from kvasir_node.base.generation import (
     ToolUse,
 )
 from kvasir_node.decide.admission import AdmissionLimits
-from kvasir_node.model.engine import AnswerTally, ConstraintFailed, Job, StepToken
+from kvasir_node.model.jobs import AnswerTally, ConstraintFailed, Job, StepToken
 from kvasir_node.roles.desk import Desk
 
 

@@ -12,8 +12,9 @@ from fanout_fakes import FakeCrew
 from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.decide.fanout import plan_route
 from kvasir_node.model.checkpoint import open_checkpoint
-from kvasir_node.model.engine import Engine, Job
+from kvasir_node.model.engine import Engine
 from kvasir_node.model.experts import load_from_checkpoint
+from kvasir_node.model.jobs import Job
 from kvasir_node.model.trunk import LocalDispatch, load_trunk
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.library import demo_folder

@@ -22,7 +22,7 @@ from kvasir_node.base.generation import (
     Tools,
 )
 from kvasir_node.model.dialect import Dialect
-from kvasir_node.model.engine import AnswerTally, StepToken
+from kvasir_node.model.jobs import AnswerTally, StepToken
 from kvasir_node.model.sampling import TokenScores
 from kvasir_node.model.text import TextModel
 from kvasir_node.roles.reply import ChoiceWriter

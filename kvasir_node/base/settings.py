@@ -70,6 +70,7 @@ class CoordinatorSettings:
     calm_busy_ratio: float = 0.75  # few = at most this share of the slots
     dtype: str = "auto"  # auto | float32 | bfloat16: what the trunk and the experts compute in
     hold: str = "all"  # all | none | half: which routed experts are held here (half = the even ones of each layer)
+    memory_bytes: int = 0  # experts in memory; what does not fit is read when needed; 0 = 60 % of the free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 _MAY_BE_ZERO = {
     "coordinator.queue",
     "coordinator.context",
+    "coordinator.memory_bytes",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",
     "store.quota_bytes",

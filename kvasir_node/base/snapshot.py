@@ -21,6 +21,10 @@ class ModelSnapshot:
     experts_per_layer: int
     slices: int
     slices_held: int
+    experts_held: int = 0  # in memory until hotter ones take their places
+    experts_borrowed: int = 0  # in memory for a while, because they were needed
+    experts_read: int = 0  # from the disk, to be borrowed or held
+    expert_swaps: int = 0  # experts that made room for hotter ones
 
 
 @dataclass(frozen=True, slots=True)

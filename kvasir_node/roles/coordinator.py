@@ -23,7 +23,7 @@ from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Wanted, demand_for
-from kvasir_node.decide.fanout import is_remote, plan_route, predicted_gain
+from kvasir_node.decide.fanout import Route, is_remote, plan_route, predicted_gain
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
 from kvasir_node.model.trunk import Trunk, load_trunk
@@ -31,7 +31,9 @@ from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.loading import LoadedModel, is_out_of_memory
+from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
+from kvasir_node.roles.residency import Residency
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.wire.messages import DemandRecord
 
@@ -45,12 +47,13 @@ SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 
 class Coordinator:
-    """See the module. `run` it inside the node's nursery."""
+    """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine."""
 
     def __init__(
         self,
         settings: Settings,
         model: LoadedModel,
+        missing: MissingExperts | None = None,
         *,
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
@@ -59,13 +62,15 @@ class Coordinator:
         self._model = model
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
-        own = OwnExperts(model.shard, model.checkpoint, model.held, settings.worker.memory_bytes, model.read_missing)
+        fits = sum(map(len, model.held.values())) == len(model.wanted)
+        own = OwnExperts(model.shard, model.checkpoint, model.held, model.borrowed_bytes_max, missing, moves=not fits)
+        self._own, self._missing = own, missing
         self.crew = Crew(
             settings.fanout,
             manifest.model,
             frozenset(self.slices),
             model.held,
-            own_sums=own.sums,
+            own_sums=own.sums if missing is None else missing.patient(own.sums),
             changed=self._replan,
             trial_layers_changed=lambda layers: self.dispatch.set_trial_layers(layers),
             name_of=name_of,
@@ -82,6 +87,15 @@ class Coordinator:
             patience_s=settings.fanout.deadline_ceiling_s,
             body_bytes_max=settings.network.frame_bytes_max,
         )
+        self._residency = Residency(
+            own,
+            model.wanted,
+            model.held,
+            model.shard.expert_bytes,
+            heat=self.dispatch.heat,
+            changed=self._held_changed,
+        )
+        self._moves = not fits
         self._trunk = self._load_trunk()
         limits = settings.coordinator
         self.desk = Desk(
@@ -95,6 +109,7 @@ class Coordinator:
                 calm_busy_ratio=limits.calm_busy_ratio,
             ),
             load_changed=self._load_changed,
+            missing=missing,
         )
         self._away: set[int] = set()  # layers with an expert that is held here and computed elsewhere
         self._on = False  # there is such a layer
@@ -151,6 +166,10 @@ class Coordinator:
             nursery.start_soon(self.desk.run)
             nursery.start_soon(self.desk.watch_load)
             nursery.start_soon(self._tick)
+            if self._missing is not None:
+                await nursery.start(self._missing.run)  # pyright: ignore[reportArgumentType]
+            if self._moves:
+                nursery.start_soon(self._residency.run)
             nursery.start_soon(self._report_demand, send_demand, addresses)
             task_status.started()
 
@@ -182,6 +201,10 @@ class Coordinator:
         if saturated or self._told:
             self._demand_changed.set()
 
+    def _held_changed(self, layers: frozenset[int]) -> None:
+        self.crew.trials.held_changed()
+        self._replan(layers)
+
     def _replan(self, layers: frozenset[int]) -> None:
         """Works out the route of some layers anew, because who is proven, the load or the heat may have changed.
 
@@ -201,11 +224,18 @@ class Coordinator:
             away = is_remote(row, self._model.held.get(layer, frozenset()))
             (self._away.add if away else self._away.discard)(layer)
         self.dispatch.set_route(found)
+        if self.desk.waiting:
+            self._tell_waiting(found)
         was_on, self._on = self._on, bool(self._away)
         self._reason = self._why(len({peer for peer, _ in proven}))
         if self._on != was_on:
             logger.info("fan-out %s", self._reason)
         self._demand_changed.set()
+
+    def _tell_waiting(self, route: Route) -> None:
+        for layer, row in route.peers.items():
+            elsewhere = {index for index, peer in enumerate(row) if peer is not None}
+            self.desk.waiting.covered(layer, elsewhere | self._model.held.get(layer, frozenset()))
 
     def _why(self, workers: int) -> str:
         if not self._settings.fanout.enabled:
@@ -295,6 +325,10 @@ class Coordinator:
             experts_per_layer=manifest.experts_per_layer,
             slices=len(self.slices),
             slices_held=held,
+            experts_held=sum(map(len, self._model.held.values())),
+            experts_borrowed=self._own.borrowed,
+            experts_read=self._own.loads,
+            expert_swaps=self._residency.swaps,
         )
 
     def fanout_snapshot(self) -> FanoutSnapshot:

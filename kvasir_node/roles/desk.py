@@ -21,10 +21,12 @@ from kvasir_node.base.generation import GenerationRequest, SamplingOptions
 from kvasir_node.base.snapshot import SlotsSnapshot, ThroughputSnapshot
 from kvasir_node.decide.admission import Admission, AdmissionLimits, Admitted, Load
 from kvasir_node.model.dialect import AnswerPlan, Dialect
-from kvasir_node.model.engine import BadLogits, ConstraintFailed, Job, StepToken
+from kvasir_node.model.jobs import BadLogits, ConstraintFailed, Job, StepToken
+from kvasir_node.model.missing import JobsWait
 from kvasir_node.model.sampling import seed_of_choice
 from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel
 from kvasir_node.roles.reply import Answer, AnswerItem, Choice, ChoiceWriter, Request
+from kvasir_node.roles.waiting import BringsExperts, WaitingJobs
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,10 @@ class Computes(Protocol):
     def join(self, job: Job) -> None: ...
 
     def leave(self, job_id: int) -> None: ...
+
+    def pause(self, job_id: int) -> None: ...
+
+    def resume(self, job_id: int) -> None: ...
 
     def step(self) -> list[StepToken]: ...
 
@@ -76,6 +82,7 @@ class Desk:
         limits: AdmissionLimits,
         *,
         load_changed: Callable[[], None],
+        missing: BringsExperts | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
         self._engine = engine
@@ -89,6 +96,9 @@ class Desk:
         self._choices: dict[int, Choice] = {}  # by the job's id
         self._joining: deque[Choice] = deque()
         self._leaving: list[int] = []
+        self.waiting = WaitingJobs(missing, resumed=self._resume, failed=self._fail_job)
+        self._resuming: list[int] = []
+        self._nursery: trio.Nursery | None = None
         self._wake = trio.Event()
         self._counter = 0
         self._draining = False
@@ -126,6 +136,11 @@ class Desk:
 
     async def run(self) -> None:
         """Computes for ever: one step after the other in a thread, asleep when there is nothing to do."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await self._compute()
+
+    async def _compute(self) -> None:
         attempts = 0
         while True:
             self._apply_changes()
@@ -150,6 +165,9 @@ class Desk:
         except (BadLogits, ConstraintFailed) as error:
             self._fail(self._choices.get(error.job_id), error)
             return None
+        except JobsWait as error:
+            self._let_wait(error)
+            return None
         except KvasirError as error:
             return error
         except Exception as error:
@@ -162,6 +180,18 @@ class Desk:
         for token in tokens:
             self._deliver(token, now)
         return None
+
+    def _let_wait(self, error: JobsWait) -> None:
+        assert self._nursery is not None, "only `run` computes"
+        for job_id in error.job_ids:
+            self._engine.pause(job_id)
+            if job_id in self._choices:
+                logger.info("request %d waits: %s", job_id, error)
+                self.waiting.begin(job_id, error, self._nursery)
+
+    def _resume(self, job_id: int) -> None:
+        self._resuming.append(job_id)
+        self._wake.set()
 
     async def watch_load(self) -> None:
         """Lets the saturation state follow time, for ever."""
@@ -264,6 +294,7 @@ class Desk:
     def _leave_choice(self, choice: Choice) -> None:
         self._give_up_place(choice)
         if self._choices.pop(choice.job.id, None) is not None:
+            self.waiting.let_go(choice.job.id)
             if choice in self._joining:
                 self._joining.remove(choice)
             elif choice.joined:
@@ -286,6 +317,11 @@ class Desk:
         for job_id in self._leaving:
             self._engine.leave(job_id)
         self._leaving.clear()
+        for job_id in self._resuming:
+            self._engine.resume(job_id)
+            if job_id not in self._choices:
+                self.waiting.let_go(job_id)
+        self._resuming.clear()
         while self._joining:
             choice = self._joining.popleft()
             try:
@@ -299,8 +335,12 @@ class Desk:
         if choice is None:
             return  # it left while this step was computed
         self._count_token(now)
+        self.waiting.let_go(token.job_id)
         if choice.request.deliver(choice, token, now):
             self._leave_choice(choice)
+
+    def _fail_job(self, job_id: int, error: KvasirError) -> None:
+        self._fail(self._choices.get(job_id), error)
 
     def _fail(self, choice: Choice | None, error: KvasirError) -> None:
         """One choice that cannot go on ends its whole request."""

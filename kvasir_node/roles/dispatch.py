@@ -23,6 +23,7 @@ import torch
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.fanout import Route
+from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.roles.own_experts import OwnExperts
@@ -318,10 +319,10 @@ class FanoutDispatch:
             call.abandoned = True
             self._patience_s -= time.monotonic() - started
             self._crew.report(call, CallTimeout(f"no answer within {call.deadline_s * 1000:.0f} ms"))
-            return False, self._own.sums(call.request)
+            return False, self._sums_here(call)
         if call.answer is None:
             self._crew.report(call, call.error)
-            return False, self._own.sums(call.request)
+            return False, self._sums_here(call)
         return self._check(call, call.answer)
 
     def _check(self, call: RemoteCall, answer: memoryview) -> tuple[bool, torch.Tensor]:
@@ -331,19 +332,36 @@ class FanoutDispatch:
         own: torch.Tensor | None = None
         try:
             sums = read_answer(answer, rows=rows, hidden_size=hidden_size, dtype=dtype).to(torch.float32)
-            if self._spot_check():
+            own = self._sums_to_compare(call) if self._spot_check() else None
+            if own is not None:
                 self._counted.spot_checks += 1
-                own = self._own.sums(call.request)
                 if not agrees(sums, own, dtype):
                     self._counted.mismatches += 1
                     raise wrong_result()
         except Misbehaved as error:
-            own = self._own.sums(call.request) if own is None else own
+            own = self._sums_here(call) if own is None else own
             if bool(torch.isfinite(own).all()):  # else the model itself overflows there, and nobody is to blame
                 self._crew.report(call, error, wrong=True)
             return False, own
         self._crew.report(call, None)
         return True, sums
+
+    def _sums_here(self, call: RemoteCall) -> torch.Tensor:
+        """Our own sums. Raises ExpertsMissing with the rows of the forward, not of the call."""
+        try:
+            return self._own.sums(call.request)
+        except ExpertsMissing as missing:
+            rows = call.rows[list(missing.rows)].tolist()
+            raise ExpertsMissing(missing.layer, missing.experts, rows) from missing
+
+    def _sums_to_compare(self, call: RemoteCall) -> torch.Tensor | None:
+        """Our own sums, or None when that takes experts that are not on this machine: they are fetched, and a later
+        answer is compared, because no token should wait to be checked."""
+        try:
+            return self._own.sums(call.request)
+        except ExpertsMissing as missing:
+            self._own.want(missing.layer, missing.experts)
+            return None
 
     def _pause(self, peer: PeerId) -> None:
         now = time.monotonic()

@@ -13,13 +13,12 @@ import torch
 
 from kvasir_node.base.errors import CapacityError, DataError
 from kvasir_node.base.ids import ExpertId, ModelId
-from kvasir_node.model.checkpoint import ExpertMaths
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.tensor_file import TensorSpec, parse_expert_file
 from kvasir_node.roles.content import read_blob
 from kvasir_node.roles.download import RunBlocking
-from kvasir_node.roles.loading import compute_dtype
+from kvasir_node.roles.loading import compute_dtype, new_shard
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobRef
 
@@ -85,7 +84,7 @@ class Holdings:
     def _reserve(self, lease: str, model: ModelId, manifest: Manifest, experts: frozenset[ExpertId]) -> _HeldModel:
         held = self._models.get(model)
         if held is None:
-            held = _HeldModel(manifest, self._new_shard(manifest))
+            held = _HeldModel(manifest, new_shard(manifest, compute_dtype("auto", manifest.trunk.size), self._device))
         others = sum(other.reserved_bytes for other in self._models.values() if other is not held)
         needed = len(held.experts | experts) * held.shard.expert_bytes
         if others + needed > self._memory_bytes:
@@ -96,16 +95,6 @@ class Holdings:
         self._models[model] = held
         held.needed[lease] = experts
         return held
-
-    def _new_shard(self, manifest: Manifest) -> ExpertShard:
-        """In the dtype that a coordinator of this model computes in unless it was told otherwise."""
-        return ExpertShard(
-            ExpertMaths.from_dict(manifest.maths),
-            manifest.hidden_size,
-            manifest.expert_hidden_size,
-            compute_dtype("auto", manifest.trunk.size),
-            self._device,
-        )
 
     def drop(self, lease: str, model: ModelId) -> None:
         """Forgets what only this lease needed; a lease that holds nothing is ignored."""

@@ -5,34 +5,43 @@ It does not know the network, requests or leases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import Settings
+from kvasir_node.decide.residency import places, spread_over_layers
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
 from kvasir_node.model.manifest import Manifest
+from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.text import TextModel
 
-ReadExpert = Callable[[ExpertId], Mapping[str, torch.Tensor]]
-"""The tensors of an expert; raises CapacityError when it cannot be had now."""
+logger = logging.getLogger(__name__)
+
+FREE_MEMORY_RATIO = 0.6  # of what the trunk leaves free, for experts: caches, answers and other programs need some too
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What loading gives: everything on this machine, nothing on the network yet."""
+    """What loading gives: everything on this machine, nothing on the network yet.
+
+    `held` says, by layer, what is in the shard; `wanted` are those that should be, as far as there is room;
+    `borrowed_bytes_max` may come on top for a while.
+    """
 
     manifest: Manifest
     checkpoint: Checkpoint
     text: TextModel
     shard: ExpertShard
     held: dict[int, frozenset[int]]
-    read_missing: ReadExpert | None = None  # reads an expert that the checkpoint lacks; any thread, may take seconds
+    wanted: frozenset[ExpertId]
+    borrowed_bytes_max: int
 
     @property
     def lacks_experts(self) -> bool:
@@ -65,13 +74,57 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedModel:
-    """Reads the tokenizer and the experts that this coordinator holds. Blocks; run it in a thread."""
+    """Reads the tokenizer and the experts that this coordinator holds at first. Blocks; run it in a thread.
+
+    Raises UsageError when `coordinator.memory_bytes` is too small for a single expert.
+    """
     checkpoint = open_checkpoint(path)
     dtype = compute_dtype(settings.coordinator.dtype, manifest.trunk.size)
-    experts = held_experts(manifest, settings.coordinator.hold)
-    shard = load_from_checkpoint(checkpoint, experts, dtype, pick_device(settings.node.device))
+    device = pick_device(settings.node.device)
+    wanted = held_experts(manifest, settings.coordinator.hold)
+    expert_bytes = new_shard(manifest, dtype, device).expert_bytes
+    memory_bytes = expert_memory(settings.coordinator.memory_bytes, manifest, dtype, device, expert_bytes)
+    count = places(memory_bytes // expert_bytes, len(wanted))
+    if count < len(wanted):
+        logger.info(
+            "%d of the %d experts to hold fit into coordinator.memory_bytes, %d MB; the hottest stay, the others are "
+            "read when they are needed",
+            count,
+            len(wanted),
+            memory_bytes >> 20,
+        )
+    shard = load_from_checkpoint(checkpoint, spread_over_layers(wanted, count), dtype, device)
     held = {layer: shard.held(layer) for layer in checkpoint.layers}
-    return LoadedModel(manifest, checkpoint, TextModel(path), shard, held)
+    borrowed_bytes_max = memory_bytes - count * expert_bytes
+    return LoadedModel(manifest, checkpoint, TextModel(path), shard, held, frozenset(wanted), borrowed_bytes_max)
+
+
+def new_shard(manifest: Manifest, dtype: torch.dtype, device: torch.device) -> ExpertShard:
+    """For experts of this model; empty."""
+    maths = ExpertMaths.from_dict(manifest.maths)
+    return ExpertShard(maths, manifest.hidden_size, manifest.expert_hidden_size, dtype, device)
+
+
+def expert_memory(
+    setting_bytes: int, manifest: Manifest, dtype: torch.dtype, device: torch.device, expert_bytes: int
+) -> int:
+    """Bytes for experts in memory; a setting of 0 means FREE_MEMORY_RATIO of what is free now, but for the trunk."""
+    if not setting_bytes:
+        trunk_bytes = manifest.trunk.size * max(1, dtype.itemsize // 2)  # checkpoints are bfloat16 or less
+        return max(expert_bytes, int((_free_bytes(device) - trunk_bytes) * FREE_MEMORY_RATIO))
+    if setting_bytes < expert_bytes:
+        raise UsageError(
+            f"coordinator.memory_bytes {setting_bytes} is less than the {expert_bytes} that one expert of "
+            f"{manifest.name} takes; give it more, or 0 for a share of the free memory",
+            param="memory",
+        )
+    return setting_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def held_experts(manifest: Manifest, hold: str) -> list[ExpertId]:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -139,11 +139,11 @@ class Node:
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
     def add_coordinator(self, model: LoadedModel, store: BlockStore) -> None:
+        missing = None
         if model.lacks_experts:
             missing = MissingExperts(self.fetcher(store), model.manifest, self._membership.members)
-            model = replace(model, read_missing=missing)
         self.coordinator = Coordinator(
-            self._settings, model, name_of=self._peers.name_of, address_of=self._network_address
+            self._settings, model, missing, name_of=self._peers.name_of, address_of=self._network_address
         )
         self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
 

@@ -122,6 +122,11 @@ class Trials:
         self._scope = scope
         self.plan()
 
+    def held_changed(self) -> None:
+        """Other experts are held here now."""
+        self._masks.clear()
+        self.plan()
+
     def plan(self) -> None:
         """Chooses whose trial each layer's next rows may be for."""
         waiting: dict[int, dict[SliceId, _Trial]] = {}

@@ -14,7 +14,7 @@ import trio
 from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, QueueFull, UsageError
 from kvasir_node.base.generation import ChoiceEnded, Finished, FinishReason, GenerationRequest, TextDelta
 from kvasir_node.decide.admission import AdmissionLimits, Load
-from kvasir_node.model.engine import AnswerTally, BadLogits, Job, StepToken
+from kvasir_node.model.jobs import AnswerTally, BadLogits, Job, StepToken
 from kvasir_node.model.text import LONG_TEXT_CHARACTERS
 from kvasir_node.roles.desk import STEP_ATTEMPTS_MAX, Answer, Desk
 
@@ -59,6 +59,7 @@ class FakeEngine:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.seats: dict[int, _Seat] = {}
+        self.paused: dict[int, _Seat] = {}
         self.faults: deque[Exception | None] = deque()
         self.steps = 0
         self.most_busy = 0
@@ -82,6 +83,15 @@ class FakeEngine:
 
     def leave(self, job_id: int) -> None:
         self.seats.pop(job_id, None)
+        self.paused.pop(job_id, None)
+
+    def pause(self, job_id: int) -> None:
+        if job_id in self.seats:
+            self.paused[job_id] = self.seats.pop(job_id)
+
+    def resume(self, job_id: int) -> None:
+        if job_id in self.paused:
+            self.seats[job_id] = self.paused.pop(job_id)
 
     def step(self) -> list[StepToken]:
         self.steps += 1
@@ -116,6 +126,7 @@ class Room:
         assert self.engine.is_idle
         assert not self.desk._choices
         assert not self.desk._joining
+        assert not self.engine.paused
 
     async def ask(self, prompt: str, tokens: int = 5, stop: tuple[str, ...] = ()) -> tuple[str, Finished]:
         async with self.desk.generate(GenerationRequest(prompt=prompt, max_tokens=tokens, stop=stop)) as answer:

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 import torch
 from fanout_fakes import EXPERTS, LAYERS, D, in_thread, make_checkpoint, make_own, make_shard, random_rows
 
-from kvasir_node.base.errors import DataError
+from kvasir_node.base.errors import DataError, KvasirError
 from kvasir_node.base.ids import ExpertId
+from kvasir_node.model.checkpoint import Checkpoint
+from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.roles.dispatch import pick_pairs
+from kvasir_node.roles.own_experts import OwnExperts
 
 EXPERT_BYTES = 3 * D * 8 * 4
 
@@ -70,7 +78,7 @@ def test_two_threads_that_borrow_from_one_room_never_take_away_what_the_other_co
         thread.join(30)
         assert not thread.is_alive()
     assert not failures
-    assert len(own._borrowed) == 1
+    assert own.borrowed == 1
 
 
 def test_a_checkpoint_that_is_gone_is_told_as_bad_data(tmp_path):
@@ -80,7 +88,7 @@ def test_a_checkpoint_that_is_gone_is_told_as_bad_data(tmp_path):
     rows, chosen, weights = random_rows(0)
     with pytest.raises(DataError):
         own.compute(0, rows, *pairs_of(chosen, weights))
-    assert len(own._borrowed) == 0
+    assert own.borrowed == 0
     assert not own._shard.holds(ExpertId(0, 0))
 
 
@@ -91,3 +99,142 @@ def test_sums_are_those_of_the_request_alone(tmp_path):
     there = weights * (chosen >= EXPERTS // 2)
     expected = own.compute(1, rows, *pairs_of(chosen, there))[used]
     torch.testing.assert_close(own.sums(request), expected)
+
+
+def one_pair(own: OwnExperts, index: int, layer: int = 0) -> torch.Tensor:
+    rows = torch.ones(1, D)
+    return own.compute(layer, rows, torch.zeros(1, dtype=torch.int64), torch.tensor([index]), torch.ones(1))
+
+
+class SlowReads(OwnExperts):
+    """Reads of the experts in `held_back` wait for their event."""
+
+    held_back: dict[int, threading.Event]
+    began: threading.Event
+
+    def _read(self, expert: ExpertId) -> Mapping[str, torch.Tensor]:
+        if expert.index in self.held_back:
+            self.began.set()
+            assert self.held_back[expert.index].wait(20)
+        return super()._read(expert)
+
+
+def slow_own(checkpoint: Checkpoint, room: int, *held_back: int) -> SlowReads:
+    shard = make_shard(checkpoint, lambda i: False)
+    own = SlowReads(shard, checkpoint, dict.fromkeys(LAYERS, frozenset()), room * EXPERT_BYTES, moves=True)
+    own.held_back = {index: threading.Event() for index in held_back}
+    own.began = threading.Event()
+    return own
+
+
+@pytest.mark.parametrize("room", [1, 4])
+def test_a_thread_that_computes_waits_for_no_read_but_its_own(tmp_path, room):
+    own = slow_own(make_checkpoint(tmp_path), room, 5)
+    reader = in_thread(lambda: one_pair(own, 5))
+    assert own.began.wait(20)
+    one_pair(own, 3)
+    assert reader.is_alive()
+    own.held_back[5].set()
+    reader.join(20)
+    assert own.loads == 2
+    assert own.borrowed <= room
+
+
+def test_two_threads_that_need_the_same_expert_read_it_once(tmp_path):
+    own = slow_own(make_checkpoint(tmp_path), 2, 5)
+    threads = [in_thread(lambda: one_pair(own, 5)) for _ in range(3)]
+    assert own.began.wait(20)
+    own.held_back[5].set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert own.loads == 1
+
+
+def test_an_expert_that_is_kept_needs_no_borrowing_and_one_that_is_given_up_is_gone(tmp_path):
+    checkpoint = make_checkpoint(tmp_path)
+    own = slow_own(checkpoint, 2)
+    one_pair(own, 5)
+    own.keep(ExpertId(0, 5))  # it was borrowed, so it is not read again
+    own.keep(ExpertId(0, 6))
+    assert (own.loads, own.borrowed, own._held[0]) == (2, 0, {5, 6})
+    one_pair(own, 6)
+    assert own.loads == 2
+    own.give_up(ExpertId(0, 5))
+    assert own._shard.held(0) == own._held[0] == {6}
+    torch.testing.assert_close(one_pair(own, 5), one_pair(make_own(checkpoint), 5))
+
+
+def test_what_is_given_up_stays_until_those_who_compute_with_it_have_ended(tmp_path):
+    own = slow_own(make_checkpoint(tmp_path), 2, 5)
+    own.keep(ExpertId(0, 3))
+    failures: list[Exception] = []
+
+    def compute_both() -> None:
+        try:
+            own.compute(0, torch.ones(1, D), torch.zeros(2, dtype=torch.int64), torch.tensor([3, 5]), torch.ones(2))
+        except KvasirError as error:
+            failures.append(error)
+
+    computing = in_thread(compute_both)
+    assert own.began.wait(20)
+    giving_up = in_thread(lambda: own.give_up(ExpertId(0, 3)))
+    giving_up.join(0.05)
+    assert giving_up.is_alive()
+    assert own._shard.holds(ExpertId(0, 3))
+    own.held_back[5].set()
+    for thread in (computing, giving_up):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not failures
+    assert not own._shard.holds(ExpertId(0, 3))
+
+
+def test_law_1_threads_compute_the_same_while_experts_come_and_go(tmp_path):
+    checkpoint = make_checkpoint(tmp_path)
+    own = slow_own(checkpoint, 2)
+    truth = LocalDispatch(make_shard(checkpoint))
+    stop = threading.Event()
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        for step in range(60):
+            rows, chosen, weights = random_rows(1000 * seed + step, 3, 2)
+            layer = LAYERS[step % len(LAYERS)]
+            try:
+                sums = own.compute(layer, rows, *pairs_of(chosen, weights))
+            except KvasirError as error:
+                failures.append(error)
+                return
+            if not torch.allclose(sums, truth(layer, rows, chosen, weights), atol=1e-5):
+                failures.append((seed, step))
+
+    def move() -> None:
+        chance = random.Random(1)
+        while not stop.is_set():
+            layer, index = chance.choice(LAYERS), chance.randrange(EXPERTS)
+            (own.give_up if index in own._held[layer] else own.keep)(ExpertId(layer, index))
+
+    threads = [in_thread(lambda seed=seed: work(seed)) for seed in range(2)]
+    mover = in_thread(move)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    stop.set()
+    mover.join(20)
+    assert not failures
+    held = {ExpertId(layer, index) for layer in LAYERS for index in own._held[layer]}
+    assert {ExpertId(layer, index) for layer in LAYERS for index in own._shard.held(layer)} == held | set(own._loans)
+
+
+def test_what_is_nowhere_on_this_machine_is_told_with_the_rows_that_need_it_before_anything_is_read(tmp_path):
+    checkpoint = make_checkpoint(tmp_path)
+    here = {expert: parts for expert, parts in checkpoint.experts.items() if expert.index < 6}
+    own = make_own(replace(checkpoint, experts=here), lambda i: i < 2)
+    chosen = torch.tensor([[0, 1], [7, 3], [3, 4], [1, 6]])
+    with pytest.raises(ExpertsMissing, match=r"experts 6, 7 of layer 1 .*start a worker") as raised:
+        own.compute(1, torch.ones(4, D), *pairs_of(chosen, torch.ones(4, 2)))
+    assert raised.value.rows == (1, 3)
+    assert raised.value.experts == {6, 7}
+    assert own.loads == 0
+    own.compute(1, torch.ones(2, D), *pairs_of(chosen[[0, 2]], torch.ones(2, 2)))

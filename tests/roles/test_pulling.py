@@ -18,7 +18,7 @@ from test_content import SETTINGS
 
 from kvasir_node.base.content import FilePiece
 from kvasir_node.base.errors import CapacityError, DataError, Unreachable
-from kvasir_node.base.ids import DAG_CBOR_CODEC, Cid, ExpertId, ModelId, cid_of
+from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, cid_of
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.indexing import IndexedModel, index_checkpoint
 from kvasir_node.model.manifest import encode_manifest
@@ -26,7 +26,6 @@ from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, run_inline
 from kvasir_node.roles.download import FetchTally
-from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.pulling import PATIENCE_S, Puller, model_to_pull
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
@@ -277,21 +276,3 @@ async def test_a_name_that_is_taken_gets_a_part_of_the_id(autojump_clock, tmp_pa
         assert second != first
         await machine.pull(second)
         assert {entry.name for entry in machine.catalog.list()} == {"tiny", f"tiny-{second[-8:]}"}
-
-
-async def test_a_missing_expert_is_fetched_for_a_thread_that_computes(tmp_path):
-    with trio.fail_after(30):
-        async with open_pair(tmp_path) as pair:
-            pair.server = BlockServer(pair.source)
-            pair.other.set_handler(BLOCKS_PROTOCOL, pair.server.serve)
-            indexed = tiny(tmp_path / "tiny")
-            pair.serve(indexed)
-            fetcher = replace(pair.machine().fetcher, run_blocking=trio.to_thread.run_sync)
-            missing = MissingExperts(fetcher, indexed.manifest, lambda: (pair.other.peer_id,))
-            tensors = await trio.to_thread.run_sync(missing, ExpertId(1, 3))
-            original = open_checkpoint(tmp_path / "tiny").experts[ExpertId(1, 3)]
-            assert all(torch.equal(tensors[part], read_tensor(original[part])) for part in original)
-            nobody = MissingExperts(fetcher, indexed.manifest, tuple)
-            with pytest.raises(CapacityError, match="could not be fetched"):
-                await trio.to_thread.run_sync(nobody, ExpertId(0, 0))
-            assert pair.source.has(Cid(indexed.model))

@@ -1,11 +1,11 @@
 """Tokens per second of the engine beside llama.cpp's, on the same weights, in the same run.
 
-    python examples/compare_llama_cpp.py PATH_OF_LLAMA_BATCHED_BENCH CHECKPOINT [--json]
+    python examples/compare_llama_cpp.py PATH_OF_LLAMA_BATCHED_BENCH CHECKPOINT [--make S|M] [--json]
 
-CHECKPOINT is a Qwen3-MoE folder, such as `kvasir-node bench model --make M --out CHECKPOINT` leaves. Its weights are
-written once as GGUF beside it. Both sides take turns on the same cores, so that other load meets both alike, and
-the figures are medians of the rounds. llama.cpp's tool draws random tokens of its own; it keeps keys and values in
-16 bits, as the engine does when it computes in bfloat16.
+CHECKPOINT is a Qwen3-MoE folder; --make makes a seeded one of that size there, once. Its weights are written as GGUF
+beside it, once. Both sides take turns on the same cores, so that other load meets both alike, and the figures are
+medians of the rounds. llama.cpp's tool draws random tokens of its own; it keeps keys and values in 16 bits, as the
+engine does when it computes in bfloat16.
 
 `llama-batched-bench` is in llama.cpp's tree, which the source distribution of `llama-cpp-python` holds under
 `vendor/llama.cpp`: `cmake -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target llama-batched-bench`.
@@ -26,9 +26,11 @@ import torch
 
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import CoordinatorSettings
+from kvasir_node.model.bench_checkpoint import SIZES, make_checkpoint
 from kvasir_node.model.bench_engine import Burst, EngineBench, Prompt
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.tensor_file import read_tensor
+from kvasir_node.roles.library import demo_folder
 
 Kind = gguf.GGMLQuantizationType
 KINDS = {"bfloat16": Kind.BF16, "float32": Kind.F32}
@@ -164,10 +166,10 @@ def document(rates: Rates) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
 
 
 def table(rates: Rates) -> str:
-    lines = [f"{'requests':>8}  {'':8}{'kvasir (min–max)':>24}{'llama.cpp (min–max)':>24}{'ratio':>8}"]
+    lines = [f"{'requests':>8}  {'':8}{'kvasir (min–max)':>28}{'llama.cpp (min–max)':>28}{'ratio':>8}"]
     for count, kinds in document(rates).items():
         for kind, sides in kinds.items():
-            shown = "".join(f"{_with_range(one):>24}" for one in sides.values())
+            shown = "".join(f"{_with_range(one):>28}" for one in sides.values())
             ratio = sides[OURS]["median"] / sides[THEIRS]["median"]
             lines.append(f"{count:>8}  {kind.removesuffix('_tokens_s'):8}{shown}{f'×{ratio:.2f}':>8}")
     return "\n".join(lines)
@@ -181,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("tool", type=Path, metavar="LLAMA_BATCHED_BENCH")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--make", choices=tuple(SIZES), help="a seeded checkpoint of this size")
     parser.add_argument(
         "--streams", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 8, 16, 32]
     )
@@ -191,6 +194,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.sched_setaffinity(0, range(arguments.threads))  # what is started from here stays there, too
     torch.set_num_threads(arguments.threads)
+    if arguments.make is not None:
+        make_checkpoint(arguments.make, arguments.checkpoint.absolute(), demo_folder())
     checkpoint = open_checkpoint(arguments.checkpoint)
     model = checkpoint.path.with_name(f"{checkpoint.path.name}-{arguments.dtype}.gguf")
     if not model.exists():

@@ -180,6 +180,35 @@ async def test_law_2_while_calm_only_rows_of_experts_that_are_not_held_leave_for
         assert sum(len(wanted.proven) for wanted in demand) >= 8
 
 
+async def test_law_7_a_model_larger_than_the_memory_setting_serves_alone_the_hottest_stay_and_workers_are_asked_for(
+    manifest, whole, expected
+):
+    room_for = 16 * whole._shard.expert_bytes
+    async with open_room(manifest, whole, coordinator__memory_bytes=room_for) as room:
+        coordinator = room.coordinator
+        shard = coordinator._model.shard
+        before = coordinator.model_snapshot()
+        assert before.experts_held == 14
+        assert (await room.ask())[0] == expected
+        assert {wanted.slice for wanted in coordinator.demand()} == set(coordinator.slices)
+        assert {wanted.want for wanted in coordinator.demand()} == {1}
+        async with room.load(1) as texts:
+            await room.until(lambda: coordinator.model_snapshot().expert_swaps >= 2, "hotter experts")
+            assert shard.nbytes <= room_for
+            await room.worker()
+            await room.until(lambda: coordinator.fanout_snapshot().remote_pairs > 100, "remote pairs")
+            await room.until(lambda: len(texts) > 3, "answers")
+        assert set(texts) == {expected}
+        after = coordinator.model_snapshot()
+        assert shard.nbytes <= room_for
+        assert after.experts_held == 14
+        heat = coordinator.dispatch.heat()
+        held = coordinator._model.held
+        inside = [heat[layer][index] for layer in held for index in held[layer]]
+        outside = [h for layer in held for index, h in enumerate(heat[layer]) if index not in held[layer]]
+        assert sum(inside) / len(inside) > sum(outside) / len(outside)
+
+
 async def test_law_5_a_worker_that_falls_silent_costs_a_moment_and_no_token(manifest, whole, expected):
     async with open_room(
         manifest, whole, coordinator__hold="none", fanout__deadline_ceiling_s=1.0, fanout__deadline_floor_s=1.0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,10 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, RejectReason, Unreachable
-from kvasir_node.base.ids import PeerId
+from kvasir_node.base.ids import ExpertId, PeerId
 from kvasir_node.decide.fanout import Route
+from kvasir_node.model.missing import ExpertsMissing
+from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.roles.dispatch import HEAT_EVERY, agrees
+from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.wire.tensors import PAIRS_MAX
 
 PEERS = (ANN, BOB, CYD)
@@ -357,3 +361,68 @@ def test_a_fork_has_a_forward_of_its_own_and_knows_the_same_routes_pauses_heat_a
     assert len(crew.calls) == 6
     dispatch(0, *random_rows(7))  # the silent one is in a pause for both
     assert len(crew.calls) == 6
+
+
+class Bringer:
+    """Has the experts in `here`, and remembers what it was asked to bring."""
+
+    def __init__(self, checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.here: set[int] = set()
+        self.wanted: list[tuple[int, frozenset[int]]] = []
+
+    def has(self, expert: ExpertId) -> bool:
+        return expert.index in self.here
+
+    def read(self, expert: ExpertId):
+        return {part: read_tensor(tensor) for part, tensor in self.checkpoint.experts[expert].items()}
+
+    def want(self, layer: int, experts) -> None:
+        self.wanted.append((layer, frozenset(experts)))
+
+
+@pytest.fixture
+def lacking(checkpoint):
+    """Our own experts without the last two of each layer, which are not even on the disk; and who could bring them."""
+    bringer = Bringer(checkpoint)
+    here = {expert: parts for expert, parts in checkpoint.experts.items() if expert.index < EXPERTS - 2}
+    shard = make_shard(checkpoint, lambda index: index < 3)
+    held = {layer: shard.held(layer) for layer in LAYERS}
+    return OwnExperts(shard, replace(checkpoint, experts=here), held, 1 << 20, bringer), bringer
+
+
+@pytest.mark.parametrize("kind", ["silent", "full", "nan"])
+def test_rows_whose_worker_is_lost_are_named_when_nobody_else_has_their_experts(own, lacking, truth, kind):
+    lacking, bringer = lacking
+    crew = FakeCrew({ANN: answer_of(own, kind), BOB: answer_of(own, "honest")})
+    dispatch = make_dispatch(lacking, crew)
+    dispatch.set_route(Route(True, "", {0: (None,) * 5 + (BOB, ANN, BOB)}))
+    chosen = torch.tensor([[0, 7], [6, 1], [5, 4], [2, 6], [7, 3]])
+    rows, _, weights = random_rows(0, 5)
+    dispatch.begin(5)
+    with pytest.raises(ExpertsMissing) as raised:
+        dispatch(0, rows, chosen, weights)
+    assert (raised.value.rows, raised.value.experts) == ((1, 3), {6})
+    others = [0, 2, 4]
+    dispatch.begin(3)
+    sums = dispatch(0, rows[others], chosen[others], weights[others])
+    torch.testing.assert_close(sums, truth(0, rows[others], chosen[others], weights[others]))
+    bringer.here = {6}
+    dispatch.begin(5)
+    torch.testing.assert_close(dispatch(0, rows, chosen, weights), truth(0, rows, chosen, weights))
+
+
+def test_a_sample_that_cannot_be_compared_yet_lets_the_experts_come_and_stops_no_token(own, lacking, truth):
+    lacking, bringer = lacking
+    crew = FakeCrew({ANN: answer_of(own, "honest")})
+    dispatch = make_dispatch(lacking, crew, checks=True)
+    dispatch.set_route(Route(True, "", {0: (None,) * 6 + (ANN, ANN)}))
+    rows, _, weights = random_rows(0, 2)
+    chosen = torch.tensor([[0, 7], [6, 1]])
+    dispatch.begin(2)
+    torch.testing.assert_close(dispatch(0, rows, chosen, weights), truth(0, rows, chosen, weights))
+    assert (dispatch.counters.spot_checks, bringer.wanted) == (0, [(0, {6, 7})])
+    bringer.here = {6, 7}
+    crew.answers[ANN] = answer_of(own, "noisy")
+    torch.testing.assert_close(dispatch(0, rows, chosen, weights), truth(0, rows, chosen, weights))
+    assert (dispatch.counters.spot_checks, dispatch.counters.mismatches) == (1, 1)

@@ -42,13 +42,17 @@ async def all_proven(swarm: Swarm, slices: int = 6) -> None:
             await trio.sleep(0.02)
 
 
-@pytest.mark.parametrize(("hold", "remote_least"), [("all", 0.0), ("half", 0.3), ("none", 1.0)])
+@pytest.mark.parametrize(
+    ("hold", "memory", "remote_least"),
+    [("all", 0, 0.0), ("half", 0, 0.3), ("none", 0, 1.0), ("all", 4 << 20, 0.3)],
+    ids=["all", "half", "none", "all of which few fit into memory"],
+)
 async def test_law_1_same_answer_48_greedy_tokens_equal_transformers_generate_with_experts_local_half_and_all_remote(
-    tmp_path, hold, remote_least
+    tmp_path, hold, memory, remote_least
 ):
     expected = await trio.to_thread.run_sync(reference, PROMPTS[0], 48)
-    async with open_swarm(tmp_path, coordinator__hold=hold) as swarm:
-        if hold != "all":
+    async with open_swarm(tmp_path, coordinator__hold=hold, coordinator__memory_bytes=memory) as swarm:
+        if remote_least:
             await swarm.add("worker", **WORKER)
             await all_proven(swarm)
         reply = await ask(swarm.main, PROMPTS[0], 48)
@@ -57,7 +61,7 @@ async def test_law_1_same_answer_48_greedy_tokens_equal_transformers_generate_wi
         pairs = facts.local_pairs + facts.remote_pairs
         assert pairs == 6 * 2 * (reply.end.prompt_tokens + 47)
         assert facts.remote_pairs >= remote_least * pairs
-        if hold == "all":
+        if not remote_least:
             assert facts.remote_pairs == 0
         assert facts.fallbacks == 0
 

@@ -39,7 +39,7 @@ def test_a_profile_counts_the_weights_that_the_router_chose(bench, folder):
     checkpoint = open_checkpoint(folder)
     one, four = bench.profiles([PROMPTS[:1], PROMPTS], STEPS)
     assert one.experts_read == checkpoint.chosen_per_row == 2
-    assert 2 < four.experts_read <= checkpoint.experts_per_layer
+    assert 2 < four.experts_read < 4 * 2 == checkpoint.experts_per_layer  # some were chosen by several rows
     assert bench.vocabulary == VOCABULARY
     expert_bytes = 3 * 64 * 32 * 4
     embedding_bytes = VOCABULARY * 64 * 4

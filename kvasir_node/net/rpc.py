@@ -3,16 +3,17 @@
 It does not know methods, messages, who may call, or which transport carries the stream.
 
 The sending side decides nothing about time for `submit`; `call` has a deadline. Everything is bounded: calls of
-ours (`in_flight_max`, one more raises Overloaded), calls of the peer (one more is answered with OVERLOADED), bodies
-(`body_bytes_max`), and frames that wait for a peer that does not read.
+ours (what the peer granted and `in_flight_max`; more wait, `rpc_credits.WAITING_MAX` of them), calls of the peer
+(what we granted; a peer that sends more is cut off), bodies (`body_bytes_max`), and frames that wait for a peer that
+does not read. Expert calls and blocks have streams of their own, so no call waits for a block's credit; where both
+have theirs, the muxer lets the calls go first (`gives_way`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,44 +21,38 @@ import outcome
 import trio
 
 from kvasir_node.base.errors import (
-    BugError,
     CallTimeout,
     KvasirError,
     Misbehaved,
-    Overloaded,
     RejectReason,
     Unreachable,
     UsageError,
 )
 from kvasir_node.base.ids import PeerId
-from kvasir_node.net.rpc_frames import CallFrame, FrameAssembler, Kind, decode_error, encode_error, pack_header
+from kvasir_node.net.rpc_credits import CallStatistics, Credits, Grant, Priority, body_beyond_grant
+from kvasir_node.net.rpc_frames import (
+    CallFrame,
+    FrameAssembler,
+    Kind,
+    decode_error,
+    decode_grant,
+    pack_header,
+)
+from kvasir_node.net.rpc_server import CallHandler, CallServer, Part, bytes_of
 from kvasir_node.net.transport import Stream, StreamHandler, Transport
 
 CANCELLED_IDS_MAX = 1024  # calls of ours that were cancelled, remembered because their result may be under way
 OUTBOX_SPARE_FRAMES = 64
+BODIES_GRANTED = 2  # of the largest size: what the bodies of a peer's calls may hold together
 
-Part = bytes | bytearray | memoryview
-CallHandler = Callable[[int, memoryview], Awaitable[Sequence[Part]]]
-"""(method, body) -> parts of the result. Raises a KvasirError to answer with an error. Cancelled when the caller is
-no longer interested. The body is the handler's to keep and to change."""
 NoticeHandler = Callable[[int, memoryview], None]
 Deliver = Callable[[memoryview | KvasirError], None]
 
-_log = logging.getLogger(__name__)
 
-
-class _ServedCall:
-    """A call of the peer; cancelled by the peer, who then wants no answer."""
-
-    def __init__(self, frame: CallFrame) -> None:
-        self.frame = frame
-        self.scope: trio.CancelScope | None = None  # of the task that computes it
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        if self.scope is not None:
-            self.scope.cancel()
+class _UnsentCall(NamedTuple):
+    method: int
+    parts: Sequence[Part]
+    size_bytes: int
 
 
 class _Deadline(NamedTuple):
@@ -79,27 +74,29 @@ class CallStream:
         on_notice: NoticeHandler | None = None,
         gives_way: bool = False,
     ) -> None:
-        """`gives_way`: bulk, such as blocks; all other calls and streams to the same peer go before it."""
+        """`gives_way`: bulk, such as blocks; all other calls and streams to the same peer go before it.
+
+        `in_flight_max` bounds both directions: the calls that we have sent, and those that we grant.
+        """
         if gives_way:
             stream.give_way()
         self.stream = stream
         self.end_reason: str | None = None
-        self._handler = handler
         self._on_notice = on_notice
         self._in_flight_max = in_flight_max
         self._body_bytes_max = body_bytes_max
+        self._priority = Priority.BULK if gives_way else Priority.PLAIN
+        self._credits = Credits(in_flight_max)
+        grant = Grant(in_flight_max, BODIES_GRANTED * body_bytes_max)
+        self._server = CallServer(handler, grant, body_bytes_max, self._queue, self._close_when_served)
+        self._assembler = FrameAssembler(body_bytes_max)
         self._next_id = 1
         self._pending: dict[int, Deliver] = {}
+        self._unsent: dict[int, _UnsentCall] = {}  # those pending calls that wait for credit
         self._deadlines: dict[int, _Deadline] = {}  # of those pending calls that have one
         self._deadline_check_at = math.inf
         self._cancelled: dict[int, None] = {}
         self._forgotten_below = 0  # cancelled ids under this are not remembered one by one
-        self._serving: dict[int, _ServedCall] = {}
-        self._tasks = 0  # serving, or cancelled and not over yet
-        self._unserved: deque[_ServedCall] = deque()
-        self._idle_servers: list[
-            trio.lowlevel.Task
-        ] = []  # tasks that wait for the next call: waking one costs less than starting one
         self._outbox: deque[Sequence[Part]] = deque()
         self._outbox_max = 4 * in_flight_max + OUTBOX_SPARE_FRAMES
         self._misbehaviour: Misbehaved | None = None
@@ -120,8 +117,11 @@ class CallStream:
 
     @property
     def serving(self) -> int:
-        """Calls of the peer that are being computed here."""
-        return len(self._serving)
+        """Calls of the peer that are being computed here, or wait for it."""
+        return self._server.serving
+
+    def statistics(self) -> CallStatistics:
+        return self._credits.statistics(self._server.account)
 
     # --- life ---
 
@@ -134,10 +134,11 @@ class CallStream:
         reason = "the call stream was stopped here"
         try:
             async with trio.open_nursery() as nursery:
+                self._server.begin(nursery)
                 nursery.start_soon(self._write_until_broken, nursery.cancel_scope)
                 nursery.start_soon(self._keep_deadlines)
                 try:
-                    reason = await self._read_loop(nursery)
+                    reason = await self._read_loop()
                 except Misbehaved as error:
                     self._misbehaviour, reason = error, str(error)
                     nursery.cancel_scope.cancel()
@@ -167,13 +168,14 @@ class CallStream:
             parts = [part for frame in self._outbox for part in frame]
             self._outbox.clear()
             self._room_lot.unpark_all()
+            self._send_waiting()
             self._is_writing = True
             await self.stream.write(*parts)
             self._is_writing = False
         await self.stream.close()
 
     def _close_when_served(self) -> None:
-        if self.end_reason is not None and not self._tasks:
+        if self.end_reason is not None and self._server.is_done:
             self.close()
 
     def close(self) -> None:
@@ -185,10 +187,11 @@ class CallStream:
         if self.end_reason is None:
             self.end_reason = reason
         pending, self._pending = self._pending, {}
+        for call_id in pending:
+            self._forget_call(call_id)
         self._deadlines.clear()
         self._deadline_lot.unpark_all()
-        while self._idle_servers:
-            trio.lowlevel.reschedule(self._idle_servers.pop())
+        self._server.end()
         for deliver in pending.values():
             deliver(self._cut_off(reason))
 
@@ -199,45 +202,88 @@ class CallStream:
 
     # --- our calls ---
 
-    def submit(self, method: int, parts: Sequence[Part], deliver: Deliver) -> int:
+    def submit(
+        self,
+        method: int,
+        parts: Sequence[Part],
+        deliver: Deliver,
+        *,
+        priority: Priority | None = None,
+        into: memoryview | None = None,
+    ) -> int:
         """Queues a call without waiting; `deliver` gets its result or error, once, on the trio loop.
 
-        It is never called when `cancel` came first. Parts must not change until then.
-        Raises Overloaded at in_flight_max, Unreachable after the stream's end, UsageError for a body too large.
+        It is never called when `cancel` came first. Parts must not change until then. A call without credit waits
+        for it, before those of a lesser `priority` (PLAIN, BULK on a stream that gives way). `into`: a writable buffer
+        of bytes that the result is put into, and is then a view of: nothing is allocated for it. A result that is too
+        large for it is dropped, and the call fails with Misbehaved (too_large); other calls do not notice. Once the
+        call is over, however it ended, the buffer is the caller's alone.
+        Raises Overloaded when too many wait, Unreachable after the stream's end, UsageError for a body too large.
         """
         size = self._checked_size(parts)
-        if len(self._pending) >= self._in_flight_max or len(self._outbox) >= self._outbox_max:
-            raise Overloaded(f"{self._in_flight_max} calls to {self.peer} are under way; wait for one or use another")
         call_id = self._next_id
+        if len(self._outbox) >= self._outbox_max or not self._credits.take(call_id, size):
+            self._credits.wait(call_id, size, self._priority if priority is None else priority)
+            self._unsent[call_id] = _UnsentCall(method, parts, size)
         self._next_id += 1
         self._pending[call_id] = deliver
-        self._queue(Kind.CALL, method, call_id, parts, size)
+        if into is not None:
+            self._assembler.place(call_id, into)
+        if call_id not in self._unsent:
+            self._queue(Kind.CALL, method, call_id, parts, size)
         return call_id
+
+    def _send_waiting(self) -> None:
+        if not self._unsent or self.end_reason is not None or len(self._outbox) >= self._outbox_max:
+            return
+        for call_id in self._credits.next_calls():
+            call = self._unsent.pop(call_id)
+            self._queue(Kind.CALL, call.method, call_id, call.parts, call.size_bytes)
+            if len(self._outbox) >= self._outbox_max:
+                return
 
     def _checked_size(self, parts: Sequence[Part]) -> int:
         if self.end_reason is not None or self._closing:
             raise Unreachable(f"no call to {self.peer}: the stream ended: {self.end_reason or 'closed by us'}")
-        size = _bytes_of(parts)
+        size = bytes_of(parts)
         if size > self._body_bytes_max:
             raise UsageError(f"a body of {size} bytes; at most {self._body_bytes_max} may be sent in one call")
         return size
 
+    def _forget_call(self, call_id: int) -> bool:
+        """Of a call that is no longer pending; whether it had been sent."""
+        self._deadlines.pop(call_id, None)
+        self._unsent.pop(call_id, None)
+        self._assembler.displace(call_id)
+        return self._credits.give_back(call_id)
+
     def cancel(self, call_id: int) -> bool:
-        """Gives a call up and tells the peer; False when it was over already."""
+        """Gives a call up and tells the peer, if it knows of it; False when it was over already."""
         if self._pending.pop(call_id, None) is None:
             return False
-        self._deadlines.pop(call_id, None)
+        if not self._forget_call(call_id):
+            return True
         self._cancelled[call_id] = None
         if len(self._cancelled) > CANCELLED_IDS_MAX:
             oldest = next(iter(self._cancelled))
             del self._cancelled[oldest]
             self._forgotten_below = max(self._forgotten_below, oldest + 1)
         self._queue(Kind.CANCEL, 0, call_id, (), 0)
+        self._send_waiting()
         return True
 
-    async def call(self, method: int, *parts: Part, timeout_s: float) -> memoryview:
-        """The result's body. Raises CallTimeout after timeout_s (the peer is told), Overloaded, Unreachable,
-        Misbehaved, or the error that the peer answered with.
+    async def call(
+        self,
+        method: int,
+        *parts: Part,
+        timeout_s: float,
+        priority: Priority | None = None,
+        into: memoryview | None = None,
+    ) -> memoryview:
+        """The result's body; `priority` and `into` as for `submit`. Waiting for credit counts as waiting.
+
+        Raises CallTimeout after timeout_s (the peer is told), Overloaded, Unreachable, Misbehaved, or the error that
+        the peer answered with.
 
         Cancel-safety: a cancelled call is cancelled at the peer, too.
         """
@@ -248,7 +294,7 @@ class CallStream:
             failed = isinstance(result, KvasirError)
             trio.lowlevel.reschedule(task, outcome.Error(result) if failed else outcome.Value(result))
 
-        call_id = self.submit(method, parts, deliver)
+        call_id = self.submit(method, parts, deliver, priority=priority, into=into)
         self._set_deadline(call_id, _Deadline(trio.current_time() + timeout_s, method, timeout_s))
 
         def abort(raise_cancel: object) -> trio.lowlevel.Abort:
@@ -289,7 +335,7 @@ class CallStream:
     def _queue(self, kind: Kind, method: int, call_id: int, parts: Sequence[Part], size_bytes: int) -> None:
         frame = (pack_header(kind, method, call_id, size_bytes), *parts)
         # With other calls under way a frame waits for theirs, and all go together; alone it goes at once.
-        alone = len(self._pending) <= 1 and not self._serving and not self._outbox and not self._is_writing
+        alone = len(self._pending) <= 1 and not self.serving and not self._outbox and not self._is_writing
         if alone and self._written_now(frame):
             return
         self._outbox.append(frame)
@@ -303,122 +349,55 @@ class CallStream:
 
     # --- what arrives ---
 
-    async def _read_loop(self, nursery: trio.Nursery) -> str:
-        assembler = FrameAssembler(self._body_bytes_max)
-
+    async def _read_loop(self) -> str:
         def arrived(chunk: bytes | memoryview) -> None:
-            for frame in assembler.feed(chunk):
-                self._arrived(frame, nursery)
+            for frame in self._assembler.feed(chunk):
+                self._arrived(frame)
             if len(self._outbox) > self._outbox_max:
                 text = f"{len(self._outbox)} frames wait for {self.peer}, which asks and does not read"
                 raise Misbehaved(RejectReason.TOO_MANY, text)
 
         await self.stream.pump(arrived)
-        ended = "in the middle of a frame" if assembler.is_mid_frame else "between frames"
+        ended = "in the middle of a frame" if self._assembler.is_mid_frame else "between frames"
         return f"the peer closed the stream {ended}"
 
-    def _arrived(self, frame: CallFrame, nursery: trio.Nursery) -> None:
+    def _arrived(self, frame: CallFrame) -> None:
         if frame.kind is Kind.CALL:
-            self._call_arrived(frame, nursery)
+            self._server.call_arrived(frame)
         elif frame.kind is Kind.CANCEL:
-            served = self._serving.pop(frame.id, None)
-            if served is not None:
-                served.cancel()
+            self._server.cancel_arrived(frame.id)
         elif frame.kind is Kind.NOTICE:
             if self._on_notice is not None:
                 self._on_notice(frame.method, frame.body)
+        elif frame.kind is Kind.GRANT:
+            self._grant_arrived(decode_grant(frame.body))
         else:
             self._result_arrived(frame)
+
+    def _grant_arrived(self, grant: Grant) -> None:
+        for call_id in self._credits.granted(grant):
+            size = self._unsent.pop(call_id).size_bytes
+            deliver = self._pending.pop(call_id)
+            self._forget_call(call_id)
+            deliver(body_beyond_grant(size, grant))
+        self._send_waiting()
 
     def _result_arrived(self, frame: CallFrame) -> None:
         # Before the call is over: when the body is not an error's, the call fails with the stream, like all others.
         result = frame.body if frame.kind is Kind.RESULT else decode_error(frame.body)
-        deliver = self._pending.pop(frame.id, None)
+        deliver = None if frame.id in self._unsent else self._pending.pop(frame.id, None)
         if deliver is not None:
-            self._deadlines.pop(frame.id, None)
+            self._forget_call(frame.id)
+            if frame.dropped_bytes:
+                text = f"{self.peer} answered with {frame.dropped_bytes} bytes, for which the caller has no room"
+                result = Misbehaved(RejectReason.TOO_LARGE, text)
             deliver(result)
+            self._send_waiting()
         elif frame.id in self._cancelled:
             del self._cancelled[frame.id]
         elif frame.id >= self._forgotten_below:
             text = f"{self.peer} answered call {frame.id}, which does not wait for an answer"
             raise Misbehaved(RejectReason.BAD_FRAME, text)
-
-    def _call_arrived(self, frame: CallFrame, nursery: trio.Nursery) -> None:
-        if frame.id in self._serving:
-            raise Misbehaved(RejectReason.BAD_FRAME, f"{self.peer} used call id {frame.id} twice at once")
-        if self._handler is None:
-            self._answer_error(frame.id, Misbehaved(RejectReason.UNKNOWN_METHOD, "this end takes no calls"))
-        elif len(self._serving) >= self._in_flight_max or self._tasks >= 2 * self._in_flight_max:
-            self._answer_error(frame.id, Overloaded(f"{self._in_flight_max} calls are under way here"))
-        else:
-            served = self._serving[frame.id] = _ServedCall(frame)
-            self._tasks += 1
-            self._unserved.append(served)
-            if self._idle_servers:
-                trio.lowlevel.reschedule(self._idle_servers.pop())
-            else:
-                nursery.start_soon(self._serve_calls, self._handler)
-
-    async def _serve_calls(self, handler: CallHandler) -> None:
-        """Serves one call after another; ends with the first that the peer cancels, or when no more can come."""
-        with trio.move_on_after(math.inf) as scope:
-            while not scope.cancel_called:
-                if self._unserved:
-                    await self._serve(handler, self._unserved.popleft(), scope)
-                elif self.end_reason is not None:
-                    break
-                else:
-                    await self._wait_for_call()
-
-    async def _wait_for_call(self) -> None:
-        task = trio.lowlevel.current_task()
-        self._idle_servers.append(task)
-
-        def abort(raise_cancel: object) -> trio.lowlevel.Abort:
-            self._idle_servers.remove(task)
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(abort)
-
-    async def _serve(self, handler: CallHandler, served: _ServedCall, scope: trio.CancelScope) -> None:
-        served.scope = scope
-        try:
-            if not served.is_cancelled:
-                await self._answer(handler, served)
-        finally:
-            served.scope = None
-            self._tasks -= 1
-            self._close_when_served()
-
-    async def _answer(self, handler: CallHandler, served: _ServedCall) -> None:
-        frame, size = served.frame, 0
-        answer: Sequence[Part] | KvasirError
-        try:
-            answer = await handler(frame.method, frame.body)
-            size = _bytes_of(answer)
-            if size > self._body_bytes_max:
-                raise BugError(f"a result of {size} bytes; at most {self._body_bytes_max} may be sent")
-        except KvasirError as error:
-            answer = error
-        except Exception as error:
-            # The one door for calls: a bug in a handler must cost its call, not every call on the stream.
-            _log.exception("the handler of method %d failed", frame.method)
-            answer = BugError(f"the handler failed: {type(error).__name__}")
-        if served.is_cancelled:
-            return
-        del self._serving[frame.id]
-        if isinstance(answer, KvasirError):
-            self._answer_error(frame.id, answer)
-        else:
-            self._queue(Kind.RESULT, frame.method, frame.id, answer, size)
-
-    def _answer_error(self, call_id: int, error: KvasirError) -> None:
-        body = encode_error(error)
-        self._queue(Kind.ERROR, 0, call_id, (body,), len(body))
-
-
-def _bytes_of(parts: Sequence[Part]) -> int:
-    return sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in parts])
 
 
 def call_handler(

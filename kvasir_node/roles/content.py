@@ -122,7 +122,7 @@ def open_block_calls(transport: Transport) -> OpenCalls:
         calls = CallStream(
             stream,
             handler=None,
-            in_flight_max=2 * CALLS_MAX,  # the machine keeps to CALLS_MAX; those it gave up on end a moment later
+            in_flight_max=CALLS_MAX,
             body_bytes_max=ASK_MAX * (BLOCK_BYTES_MAX + LENGTH_BYTES),
             gives_way=True,
         )

@@ -37,6 +37,7 @@ from kvasir_node.base.snapshot import WorkerPeerSnapshot
 from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, Standing
 from kvasir_node.net.rpc import CallStream
+from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
 from kvasir_node.roles.dispatch import RemoteCall
 from kvasir_node.roles.trials import Member, OwnSums, RunBlocking, TrialResult, Trials
@@ -200,7 +201,7 @@ class Crew:
             call.stream = member.calls
             self._in_flight.add(call)
             try:
-                call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver)
+                call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver, priority=Priority.TOKEN)
             except KvasirError as error:
                 self._deliver(call, 0.0, error)
 

@@ -20,7 +20,7 @@ from kvasir_node.wire.codec import decode, encode
 
 BLOCK_BYTES_MAX = 1 << 20
 WANTED_MAX = 16  # Cids of one call
-CALLS_MAX = 8  # of one stream at once; one more is answered with Overloaded
+CALLS_MAX = 8  # of one stream at once: what a server grants
 WANT_BYTES_MAX = 1 + WANTED_MAX * 38  # a short list of byte strings of 36 bytes
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size

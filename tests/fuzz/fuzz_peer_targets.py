@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trio
+import trio.testing
 from cryptography.exceptions import InvalidTag
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
@@ -27,7 +28,8 @@ from kvasir_node.net.muxer_frames import Flag, FrameType, pack
 from kvasir_node.net.negotiation import GREETING, choose_protocol, encode_line
 from kvasir_node.net.noise_session import NoiseSession
 from kvasir_node.net.rpc import CallStream
-from kvasir_node.net.rpc_frames import Kind, pack_header
+from kvasir_node.net.rpc_credits import Grant
+from kvasir_node.net.rpc_frames import Kind, encode_grant, pack_header
 from kvasir_node.net.websocket import accept_websocket
 
 PROTOCOL = "/kvasir/blocks/1.0.0"
@@ -95,7 +97,8 @@ def _run(main: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], None]:
         with trio.fail_after(PATIENCE_S):
             await main(data)
 
-    return lambda data: trio.run(limited, data)
+    # Where nothing moves any more this clock jumps to the limit, however busy the machine is.
+    return lambda data: trio.run(limited, data, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 async def _disconnect(peer: PeerId) -> None:
@@ -223,13 +226,14 @@ async def _call_stream(data: bytes) -> None:
     calls = CallStream(
         stream, handler=handler, in_flight_max=4, body_bytes_max=BODY_BYTES_MAX, on_notice=lambda method, body: None
     )
-    for number in range(3):
-        calls.submit(number, [b"question"], delivered.append)
+    for number in range(6):
+        calls.submit(number, [b"question"], delivered.append, into=memoryview(bytearray(3)) if number % 2 else None)
     try:
         await calls.run()
     finally:
-        assert len(delivered) == 3
+        assert len(delivered) == 6
         assert calls.serving <= 4
+        assert calls.statistics().sent == calls.statistics().waiting == 0
 
 
 def _addresses(data: bytes) -> None:
@@ -296,6 +300,8 @@ def peer_seeds() -> dict[str, list[bytes]]:
         pack_header(Kind.CANCEL, 0, 1, 0),
         pack_header(Kind.CALL, 1, 2, 0),
         pack_header(Kind.NOTICE, 9, 0, 1) + b"n",
+        pack_header(Kind.GRANT, 0, 0, 8) + encode_grant(Grant(3, 1 << 17)),
+        pack_header(Kind.RESULT, 1, 3, 4) + b"full",
         pack_header(Kind.ERROR, 0, 2, 5) + b"\x04busy",
     ]
     peer = "12D3KooWCryG7Mon9orvQxcS1rYZjotPgpwoJNHHKcLLfE4Hf5mV"

@@ -22,7 +22,15 @@ from kvasir_node.model.manifest import LayerNode, Manifest
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.tensor_file import expert_file, parse_expert_file, parse_json_object
 from kvasir_node.net.muxer_frames import FrameReader
-from kvasir_node.net.rpc_frames import FrameAssembler, Kind, decode_error, pack_header
+from kvasir_node.net.rpc_credits import Grant
+from kvasir_node.net.rpc_frames import (
+    FrameAssembler,
+    Kind,
+    decode_error,
+    decode_grant,
+    encode_grant,
+    pack_header,
+)
 from kvasir_node.wire import messages
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
 from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
@@ -94,6 +102,10 @@ def _rpc_error(data: bytes) -> None:
     assert isinstance(decode_error(data), KvasirError)
 
 
+def _grant(data: bytes) -> None:
+    assert encode_grant(decode_grant(data)) == data
+
+
 def _muxer_frames(data: bytes) -> None:
     seen = sum(len(part.payload or b"") for part in FrameReader().feed(data))
     assert seen <= len(data)
@@ -137,6 +149,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "json": _json,
     "rpc frames": _rpc_frames,
     "rpc error": _rpc_error,
+    "grant": _grant,
     "muxer frames": _muxer_frames,
     "expert request": _request,
     "expert answer": _sums,
@@ -168,7 +181,7 @@ def hold(name: str, data: bytes) -> bool:
 def seeds() -> dict[str, list[bytes]]:
     """At least one accepted input per target, for mutation."""
     wanted = (Wanted(_SLICE, 2, (PeerId("ann"),)),)
-    demand = messages.DemandRecord(17, 7, 1.7e9, 30.0, _MODEL, "demo", 1 << 24, (_ADDRESS,), 4, 4, 9, wanted)
+    demand = messages.DemandRecord(17, 7, 1.7e9, 30.0, _MODEL, "demo", "float32", 1 << 24, (_ADDRESS,), 4, 4, 9, wanted)
     row = messages.TableRow(_MODEL, _SLICE, want=2, proven=1, leased=1)
     floats = torch.arange(8, dtype=torch.float32).view(2, HIDDEN)
     pair = torch.tensor([0, 1], dtype=torch.int32)
@@ -184,6 +197,7 @@ def seeds() -> dict[str, list[bytes]]:
         "expert file": [expert_file(PARTS) + bytes(96)],
         "json": [b'{"model_type": "qwen3_moe", "a": [1, 2.5, null, {"b": true}]}'],
         "rpc frames": [call],
+        "grant": [encode_grant(Grant(8, 1 << 26))],
         "rpc error": [b"\x07bad_message\nwords", b"\x04busy"],
         "muxer frames": [struct.pack("!BBHII", 0, 0, 1, 1, 4) + b"data" + struct.pack("!BBHII", 0, 2, 1, 0, 9)],
         "expert request": [b"".join(request_parts(request))],
@@ -195,11 +209,11 @@ def seeds() -> dict[str, list[bytes]]:
         "poll": [messages.Poll(1 << 31, ((_MODEL, _SLICE),), ()).to_bytes()],
         "poll answer": [
             messages.NoOffer(2.5).to_bytes(),
-            messages.Offer("1.1", _MODEL, _SLICE, PeerId("carl"), (_ADDRESS,), 15.0).to_bytes(),
+            messages.Offer("1.1", _MODEL, "float32", _SLICE, PeerId("carl"), (_ADDRESS,), 15.0).to_bytes(),
         ],
         "renewal": [messages.Renewal("1.1", _MODEL, _SLICE, PeerId("carl"), serving=True, progress=4).to_bytes()],
         "verdict": [messages.LeaseVerdict(15.0, "").to_bytes()],
-        "attachment": [messages.Attachment(_MODEL, (_SLICE,)).to_bytes()],
+        "attachment": [messages.Attachment(_MODEL, "bfloat16", (_SLICE,)).to_bytes()],
         "standing": [messages.Standing(_SLICE, "proven").to_bytes()],
         "about": [messages.About("name", "0.1.0", ("hub",), (_ADDRESS,)).to_bytes()],
         **file_seeds(),

@@ -12,7 +12,15 @@ import trio
 import trio.testing
 from role_fakes import EXPERTS, HIDDEN, INNER, request_for
 
-from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, PeerError, RejectReason, Unreachable
+from kvasir_node.base.errors import (
+    CallTimeout,
+    KvasirError,
+    Misbehaved,
+    Overloaded,
+    PeerError,
+    RejectReason,
+    Unreachable,
+)
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ExpertId, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.placement import Assignment, StandingTold
 from kvasir_node.model.checkpoint import ExpertMaths
@@ -52,6 +60,7 @@ class Ends:
         self.calls: CallStream | None = None
         self.log: list[tuple[int, bytes]] = []
         self.answers = True
+        self.refusal: KvasirError | None = None
         self.speaks_calls = True
         self.coordinator.set_handler(EXPERTS_PROTOCOL, self.serve)
         self.link = Link(
@@ -71,6 +80,8 @@ class Ends:
 
         async def handle(method: int, body: memoryview):
             self.log.append((method, bytes(body)))
+            if self.refusal is not None:
+                raise self.refusal
             if not self.answers:
                 await trio.sleep_forever()
             return ()
@@ -119,10 +130,7 @@ async def test_a_slice_is_offered_its_rows_are_answered_its_standing_is_heard_an
 
 
 async def test_what_an_attach_was_answered_with_is_raised_and_the_slice_is_not_ours_to_detach(autojump_clock, ends):
-    async def refuse(method: int, body: memoryview):
-        raise Misbehaved(RejectReason.BAD_MESSAGE, "this coordinator does not serve 0:0-1")
-
-    ends.calls._handler = refuse
+    ends.refusal = Misbehaved(RejectReason.BAD_MESSAGE, "this coordinator does not serve 0:0-1")
     with pytest.raises(Misbehaved, match="does not serve"):
         await ends.link.attach(ends.lease())
     assert ends.link.leases() == ()

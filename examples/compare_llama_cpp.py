@@ -8,7 +8,9 @@ medians of the rounds. llama.cpp's tool draws random tokens of its own; it keeps
 engine does when it computes in bfloat16.
 
 `llama-batched-bench` is in llama.cpp's tree, which the source distribution of `llama-cpp-python` holds under
-`vendor/llama.cpp`: `cmake -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target llama-batched-bench`.
+`vendor/llama.cpp` (tried with 0.3.36). To build it there:
+
+    cmake -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target llama-batched-bench
 """
 
 from __future__ import annotations
@@ -112,10 +114,10 @@ def llama_burst(tool: Path, model: Path, streams: int, threads: int) -> Burst:
         "-npl": streams,
         "-t": threads,
         "-tb": threads,
+        "--load-mode": "none",  # mapped, the first read of each page would be counted
         "--output-format": "jsonl",
     }
-    # Without --no-mmap the first read of each page would be counted.
-    command = [str(tool), "--no-mmap", *(str(each) for flag in flags.items() for each in flag)]
+    command = [str(tool), *(str(each) for flag in flags.items() for each in flag)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
     if line is None:

@@ -58,6 +58,8 @@ class ThroughputSnapshot:
     tokens_per_s: float = 0.0  # over the last few seconds
     tokens_total: int = 0
     requests_total: int = 0
+    prompt_tokens_total: int = 0  # of the prompts whose computing has begun
+    prompt_tokens_reused: int = 0  # of these, those that were copied from other requests
 
 
 @dataclass(frozen=True, slots=True)

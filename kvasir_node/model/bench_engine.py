@@ -122,7 +122,14 @@ class EngineBench:
 
     def _open_engine(self, dispatch: ExpertDispatch) -> tuple[Engine, Trunk]:
         trunk = load_trunk(self._checkpoint.path, self._shard.dtype, "cpu", dispatch)
-        return Engine(trunk, self._slots, self._context, self._prefill_chunk), trunk
+        engine = Engine(
+            trunk,
+            self._slots,
+            self._context,
+            self._prefill_chunk,
+            reuses_prefixes=False,  # a burst's prompts come twice
+        )
+        return engine, trunk
 
     def _start(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
         """Goes on until every request has its first token."""

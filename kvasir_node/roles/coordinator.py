@@ -98,8 +98,9 @@ class Coordinator:
         self._moves = not fits
         self._trunk = self._load_trunk()
         limits = settings.coordinator
+        self._engine = self._new_engine()
         self.desk = Desk(
-            self._new_engine(),
+            self._engine,
             model.text,
             AdmissionLimits(
                 slots=limits.slots,
@@ -130,7 +131,13 @@ class Coordinator:
         """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""
         limits, context = self._settings.coordinator, self._context()
         try:
-            return Engine(self._trunk, limits.slots, context, limits.prefill_chunk)
+            return Engine(
+                self._trunk,
+                limits.slots,
+                context,
+                limits.prefill_chunk,
+                reuses_prefixes=limits.prefix_cache,
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -340,7 +347,7 @@ class Coordinator:
             on=self._on,
             reason=self._reason,
             predicted_gain=round(predicted_gain(trunk_s, experts_s, workers), 3),
-            lanes=1,
+            lanes=self._engine.lanes,
             local_pairs=counters.local,
             remote_pairs=counters.remote,
             trial_pairs=self.crew.trials.pairs,

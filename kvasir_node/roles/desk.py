@@ -46,6 +46,12 @@ class Computes(Protocol):
     @property
     def is_idle(self) -> bool: ...
 
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def reused_tokens(self) -> int: ...
+
     def check(self, job: Job) -> None: ...
 
     def join(self, job: Job) -> None: ...
@@ -372,7 +378,13 @@ class Desk:
     def throughput(self) -> ThroughputSnapshot:
         now = trio.current_time()
         recent = sum(count for at, count in self._recent if at >= now - RATE_WINDOW_S)
-        return ThroughputSnapshot(round(recent / RATE_WINDOW_S, 2), self.tokens_total, self.requests_total)
+        return ThroughputSnapshot(
+            round(recent / RATE_WINDOW_S, 2),
+            self.tokens_total,
+            self.requests_total,
+            prompt_tokens_total=self._engine.prompt_tokens,
+            prompt_tokens_reused=self._engine.reused_tokens,
+        )
 
 
 def _sampling_of(sampling: SamplingOptions, choice: int) -> SamplingOptions:

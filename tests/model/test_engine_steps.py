@@ -15,8 +15,12 @@ from stub_trunk import stub_trunk
 
 from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.base.settings import CoordinatorSettings
+from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.engine import Engine
+from kvasir_node.model.experts import load_from_checkpoint
 from kvasir_node.model.jobs import Job
+from kvasir_node.model.trunk import LocalDispatch, load_trunk
+from kvasir_node.roles.library import demo_folder
 
 GREEDY = SamplingOptions(temperature=0.0)
 CHUNK = CoordinatorSettings().prefill_chunk
@@ -91,6 +95,32 @@ def test_a_step_costs_little_besides_its_forward():
     print("µs per step, 4096 tokens, sampled: " + ", ".join(f"{n}: {us:.0f}" for n, us in found.items()))
 
 
+def first_token_s(engine: Engine, number: int, prompt: tuple[int, ...]) -> float:
+    started = time.perf_counter()
+    engine.join(Job(number, prompt, 1, GREEDY, frozenset()))
+    while not engine.step():
+        pass
+    return time.perf_counter() - started
+
+
+@pytest.mark.soak
+def test_a_repeated_prefix_of_500_tokens_is_answered_in_a_quarter_of_the_time():
+    torch.set_num_threads(1)
+    checkpoint = open_checkpoint(demo_folder())
+    shard = load_from_checkpoint(checkpoint, checkpoint.experts, torch.float32)
+    trunk = load_trunk(demo_folder(), torch.float32, "cpu", LocalDispatch(shard))
+    engine, ratios = Engine(trunk, 4, 2048, CHUNK), []
+    for number in range(20):
+        prefix = prompt_of(number, 500)
+        first, again = (
+            first_token_s(engine, 2 * number + n, prefix + prompt_of(100 + 2 * number + n, 20)) for n in (0, 1)
+        )
+        ratios.append(again / first)
+    median = statistics.median(ratios)
+    print(f"500 shared tokens, then 20 others: x{median:.3f} of the first time to a token")
+    assert median <= 0.25
+
+
 def serve_many(engine: Engine, first: int, count: int, rng: random.Random) -> int:
     """So many requests, some of which are aborted; returns how many ended by themselves."""
     number, ended, running = first, 0, set[int]()
@@ -133,6 +163,7 @@ def test_requests_leave_nothing_behind(checkpoint_folder):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_ten_thousand_requests_leave_memory_flat(checkpoint_folder):
     grown_bytes, grown_objects, ended = growth(checkpoint_folder("qwen3_moe"), 500, 10_000)
     print(f"after 10,000 requests ({ended} served whole): {grown_bytes / 1024:.0f} KiB, {grown_objects} objects more")

@@ -267,3 +267,17 @@ async def test_a_coordinator_can_be_stopped_in_the_middle_of_a_step_with_calls_i
             worker.silent = True
             room.nursery.start_soon(room.ask, 50)
             await room.until(lambda: worker.answering > 0, "a call in flight")
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_a_prompt_that_comes_again_is_copied_unless_that_is_switched_off(manifest, whole, on):
+    async with open_room(manifest, whole, coordinator__prefix_cache=on, coordinator__slots=2) as room:
+        request = GenerationRequest(prompt=PROMPT * 8, max_tokens=4, sampling=SamplingOptions(temperature=0.0))
+        texts = []
+        for _ in range(2):
+            async with room.coordinator.generate(request) as answer:
+                texts.append("".join([event.text async for event in answer if isinstance(event, TextDelta)]))
+        assert texts[0] == texts[1]
+        seen = room.coordinator.desk.throughput()
+        assert seen.prompt_tokens_reused == (seen.prompt_tokens_total // 2 - 1 if on else 0)
+        assert room.coordinator.fanout_snapshot().lanes == 1

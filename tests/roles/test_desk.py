@@ -55,6 +55,7 @@ class FakeEngine:
     """
 
     context = 64
+    prompt_tokens = reused_tokens = 0
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

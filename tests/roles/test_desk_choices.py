@@ -36,6 +36,8 @@ class ScriptedEngine:
 
     slots: int
     context: int = 64
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     answered: Counter[int] = field(default_factory=Counter)
     joined: list[Job] = field(default_factory=list)

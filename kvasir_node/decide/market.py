@@ -38,7 +38,8 @@ class Demand:
     issued_at: float  # the issuer's wall clock
     ttl_s: float
     model: ModelId
-    slice_bytes: int
+    dtype: str
+    slice_bytes: int  # in memory, in this dtype
     addresses: tuple[str, ...]
     wants: tuple[Wanted, ...]
 
@@ -47,6 +48,7 @@ class Demand:
 class LeaseOffer:
     lease: str
     model: ModelId
+    dtype: str
     slice: SliceId
     coordinator: PeerId
     addresses: tuple[str, ...]
@@ -272,7 +274,7 @@ class Market:
             self._granted += 1
         lease = self._insert(f"{self._name}.{self._granted}", worker, key, now)
         demand = self._issuers[key[0]].demand
-        return LeaseOffer(lease.id, key[1], key[2], key[0], demand.addresses, self._limits.lease_ttl_s)
+        return LeaseOffer(lease.id, key[1], demand.dtype, key[2], key[0], demand.addresses, self._limits.lease_ttl_s)
 
     def _insert(self, lease_id: str, worker: PeerId, key: Key, now: float) -> _Lease:
         lease = _Lease(lease_id, worker, key, now, now + self._limits.lease_ttl_s, progress_at=now)

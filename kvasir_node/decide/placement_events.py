@@ -26,6 +26,7 @@ class Assignment:
 
     lease: str
     model: ModelId
+    dtype: str  # to compute in
     slice: SliceId
     coordinator: PeerId
     addresses: tuple[str, ...]

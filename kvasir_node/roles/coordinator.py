@@ -30,7 +30,7 @@ from kvasir_node.model.trunk import Trunk, load_trunk
 from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
-from kvasir_node.roles.loading import LoadedModel, is_out_of_memory
+from kvasir_node.roles.loading import LoadedModel, dtype_name, is_out_of_memory
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.residency import Residency
@@ -68,6 +68,7 @@ class Coordinator:
         self.crew = Crew(
             settings.fanout,
             manifest.model,
+            dtype_name(model.shard.dtype),
             frozenset(self.slices),
             model.held,
             own_sums=own.sums if missing is None else missing.patient(own.sums),
@@ -303,7 +304,8 @@ class Coordinator:
             ttl_s=self._settings.market.demand_ttl_s,
             model=self.manifest.model,
             model_name=self.manifest.name,
-            slice_bytes=max(part.count * self.manifest.expert_bytes(part.layer) for part in self.slices),
+            dtype=dtype_name(self._model.shard.dtype),
+            slice_bytes=max(part.count for part in self.slices) * self._model.shard.expert_bytes,
             addresses=addresses,
             slots=self._settings.coordinator.slots,
             busy=admission.busy,

@@ -72,6 +72,7 @@ class Crew:
         self,
         settings: FanoutSettings,
         model: ModelId,
+        dtype: str,
         slices: frozenset[SliceId],
         held: Mapping[int, frozenset[int]],
         *,
@@ -87,6 +88,7 @@ class Crew:
         self._clock = clock
         self._settings = settings
         self._model = model
+        self._dtype = dtype
         self._slices = slices
         self._changed = changed
         self._name_of = name_of
@@ -363,6 +365,11 @@ class Crew:
         if attachment.model != self._model or unknown:
             shown = ", ".join(unknown[:3]) or str(attachment.model)
             raise Misbehaved(RejectReason.BAD_MESSAGE, f"this coordinator does not serve {shown}")
+        mine = self._dtype
+        if attachment.dtype != mine:  # its answers would be near the truth, and yet wrong
+            raise UsageError(
+                f"experts were loaded in {attachment.dtype}, this coordinator computes in {mine}; take a new lease"
+            )
         for part in attachment.slices:
             member.slices.add(part)
             self.ledger.attach(member.peer, part)

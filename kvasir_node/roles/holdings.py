@@ -18,7 +18,7 @@ from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.tensor_file import TensorSpec, parse_expert_file
 from kvasir_node.roles.content import read_blob
 from kvasir_node.roles.download import RunBlocking
-from kvasir_node.roles.loading import compute_dtype, new_shard
+from kvasir_node.roles.loading import DTYPES, new_shard
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobRef
 
@@ -46,7 +46,7 @@ class Holdings:
         self._device = device
         self._store = store
         self._run_blocking = run_blocking
-        self._models: dict[ModelId, _HeldModel] = {}
+        self._models: dict[tuple[ModelId, str], _HeldModel] = {}  # by model and dtype
 
     @property
     def reserved_bytes(self) -> int:
@@ -56,23 +56,25 @@ class Holdings:
     def leases(self) -> frozenset[str]:
         return frozenset(lease for model in self._models.values() for lease in model.needed)
 
-    def bytes_of(self, model: ModelId, experts: int) -> int | None:
+    def bytes_of(self, model: ModelId, dtype: str, experts: int) -> int | None:
         """Memory that so many experts of a model take; None while nothing of it is held."""
-        held = self._models.get(model)
+        held = self._models.get((model, dtype))
         return None if held is None else experts * held.shard.expert_bytes
 
-    def shard(self, model: ModelId) -> ExpertShard:
+    def shard(self, model: ModelId, dtype: str) -> ExpertShard:
         """The weights of a model of which something is held."""
-        return self._models[model].shard
+        return self._models[model, dtype].shard
 
-    async def load(self, lease: str, model: ModelId, manifest: Manifest, experts: Mapping[ExpertId, BlobRef]) -> None:
+    async def load(
+        self, lease: str, model: ModelId, dtype: str, manifest: Manifest, experts: Mapping[ExpertId, BlobRef]
+    ) -> None:
         """Reads experts that are in the store, and tries them.
 
         Raises CapacityError when they do not fit beside the rest, DataError for blobs that are not what the manifest
         promises. Cancel-safety: after a failure or a cancel only `drop` is left to do; a cancel takes effect between
         two experts.
         """
-        held = self._reserve(lease, model, manifest, frozenset(experts))
+        held = self._reserve(lease, (model, dtype), manifest, frozenset(experts))
         for expert, blob in experts.items():
             if not held.shard.holds(expert):
                 await self._run_blocking(self._read_in, held.shard, expert, blob, manifest.expert_parts(expert.layer))
@@ -81,10 +83,12 @@ class Holdings:
     def _read_in(self, shard: ExpertShard, expert: ExpertId, blob: BlobRef, parts: Mapping[str, TensorSpec]) -> None:
         shard.add(expert, parse_expert_file(read_blob(self._store, blob), parts))
 
-    def _reserve(self, lease: str, model: ModelId, manifest: Manifest, experts: frozenset[ExpertId]) -> _HeldModel:
-        held = self._models.get(model)
+    def _reserve(
+        self, lease: str, key: tuple[ModelId, str], manifest: Manifest, experts: frozenset[ExpertId]
+    ) -> _HeldModel:
+        held = self._models.get(key)
         if held is None:
-            held = _HeldModel(manifest, new_shard(manifest, compute_dtype("auto", manifest.trunk.size), self._device))
+            held = _HeldModel(manifest, new_shard(manifest, DTYPES[key[1]], self._device))
         others = sum(other.reserved_bytes for other in self._models.values() if other is not held)
         needed = len(held.experts | experts) * held.shard.expert_bytes
         if others + needed > self._memory_bytes:
@@ -92,20 +96,20 @@ class Holdings:
                 f"{len(experts)} experts of {manifest.name} take {len(experts) * held.shard.expert_bytes} bytes in "
                 f"memory; {self.reserved_bytes} of the {self._memory_bytes} of worker.memory_bytes are taken"
             )
-        self._models[model] = held
+        self._models[key] = held
         held.needed[lease] = experts
         return held
 
-    def drop(self, lease: str, model: ModelId) -> None:
+    def drop(self, lease: str, model: ModelId, dtype: str) -> None:
         """Forgets what only this lease needed; a lease that holds nothing is ignored."""
-        held = self._models.get(model)
+        held = self._models.get((model, dtype))
         if held is None:
             return
         given_up = held.needed.pop(lease, frozenset()) - held.experts
         for expert in given_up:
             held.shard.remove(expert)
         if not held.needed:
-            del self._models[model]
+            del self._models[model, dtype]
 
 
 def _self_test(shard: ExpertShard, experts: tuple[ExpertId, ...]) -> None:

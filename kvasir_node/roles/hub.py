@@ -143,6 +143,7 @@ class Hub:
             issued_at=said.issued_at,
             ttl_s=min(said.ttl_s, self._settings.demand_ttl_s),
             model=said.model,
+            dtype=said.dtype,
             slice_bytes=said.slice_bytes,
             addresses=said.addresses,
             wants=said.wants,
@@ -174,7 +175,15 @@ class Hub:
         if not isinstance(answer, LeaseOffer):
             return NoOffer(answer).to_bytes()
         logger.info("leased slice %s to %s", answer.slice, peer)
-        offer = Offer(answer.lease, answer.model, answer.slice, answer.coordinator, answer.addresses, answer.ttl_s)
+        offer = Offer(
+            answer.lease,
+            answer.model,
+            answer.dtype,
+            answer.slice,
+            answer.coordinator,
+            answer.addresses,
+            answer.ttl_s,
+        )
         return offer.to_bytes()
 
     def _on_renew(self, peer: PeerId, renewal: Renewal) -> bytes:

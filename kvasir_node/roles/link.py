@@ -44,6 +44,7 @@ class Link:
         self,
         coordinator: PeerId,
         model: ModelId,
+        dtype: str,
         shard: ExpertShard,
         *,
         body_bytes_max: int,
@@ -55,6 +56,7 @@ class Link:
     ) -> None:
         self.coordinator = coordinator
         self.model = model
+        self.dtype = dtype
         self._shard = shard
         self._body_bytes_max = body_bytes_max
         self._in_flight_max = in_flight_max
@@ -135,7 +137,7 @@ class Link:
         return self._calls
 
     async def _call(self, method: ExpertsMethod, assignment: Assignment) -> None:
-        body = Attachment(self.model, (assignment.slice,)).to_bytes()
+        body = Attachment(self.model, self.dtype, (assignment.slice,)).to_bytes()
         await self._opened().call(int(method), body, timeout_s=ATTACH_TIMEOUT_S)
 
     async def _handle(self, method: int, body: memoryview) -> Sequence[bytes | memoryview]:

@@ -24,6 +24,7 @@ from kvasir_node.model.text import TextModel
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FREE_MEMORY_RATIO = 0.6  # of what the trunk leaves free, for experts: caches, answers and other programs need some too
 
 
@@ -53,7 +54,12 @@ def compute_dtype(wanted: str, trunk_bytes: int) -> torch.dtype:
     """`auto` is float32 for a trunk under 256 MiB, where it costs little and answers are exact, else bfloat16."""
     if wanted == "auto":
         return torch.float32 if trunk_bytes < 1 << 28 else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+    return DTYPES[wanted]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings and messages spell it."""
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -45,7 +45,7 @@ FINISH_CALLS_S = 10.0  # ... and those being computed may take this long
 PROBLEM_SHOWN_S = 60.0  # a failed step is a warning of the node for this long
 _STATE_ORDER = (Stage.SERVING, Stage.TRIAL, Stage.LOADING, Stage.FETCHING, Stage.DRAINING)
 _STEP_FETCH, _STEP_LOAD, _STEP_ATTACH = range(3)  # in the order in which a slice takes them
-_LinkKey = tuple[PeerId, ModelId]
+_LinkKey = tuple[PeerId, ModelId, str]  # coordinator, model, dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -246,7 +246,9 @@ class Worker:
         if not isinstance(answer, Offer):
             return placement.NothingOffered(answer.retry_after_s)
         logger.info("took a lease on slice %s of %s", answer.slice, answer.model)
-        assignment = Assignment(answer.lease, answer.model, answer.slice, answer.coordinator, answer.addresses, hub)
+        assignment = Assignment(
+            answer.lease, answer.model, answer.dtype, answer.slice, answer.coordinator, answer.addresses, hub
+        )
         return placement.OfferReceived(assignment, answer.ttl_s)
 
     def _room(self) -> int:
@@ -256,7 +258,7 @@ class Worker:
         coming = 0
         for lease, (assignment, stage) in self._mind.stages().items():
             if lease not in held and stage is not Stage.DRAINING:
-                known = self._holdings.bytes_of(assignment.model, assignment.slice.count)
+                known = self._holdings.bytes_of(assignment.model, assignment.dtype, assignment.slice.count)
                 coming += self._settings.market.slice_bytes if known is None else known
         return max(0, self._settings.worker.memory_bytes - self._holdings.reserved_bytes - coming)
 
@@ -298,24 +300,23 @@ class Worker:
 
     async def _load(self, assignment: Assignment) -> None:
         manifest, experts = self._fetched.pop(assignment.lease)
-        await self._holdings.load(assignment.lease, assignment.model, manifest, experts)
+        await self._holdings.load(assignment.lease, assignment.model, assignment.dtype, manifest, experts)
 
     async def _attach(self, assignment: Assignment) -> None:
         await self._reach(assignment)
-        link = await self._link_to(assignment.coordinator, assignment.model)
+        link = await self._link_to(assignment)
         await link.attach(assignment)
 
-    async def _link_to(self, coordinator: PeerId, model: ModelId) -> Link:
+    async def _link_to(self, assignment: Assignment) -> Link:
         """The link that all slices of one coordinator share; opened by the first that needs it."""
-        key = (coordinator, model)
+        key = _link_key(assignment)
         while key in self._linking:
             await self._linking[key].wait()
         if key in self._links:
             return self._links[key]
         link = Link(
-            coordinator,
-            model,
-            self._holdings.shard(model),
+            *key,
+            self._holdings.shard(assignment.model, assignment.dtype),
             body_bytes_max=self._settings.network.frame_bytes_max,
             in_flight_max=self._settings.fanout.in_flight_max,
             compute=self._compute,
@@ -340,8 +341,9 @@ class Worker:
 
     def _forget_link(self, link: Link) -> None:
         """At once: whoever attaches next opens a new one."""
-        if self._links.get((link.coordinator, link.model)) is link:
-            del self._links[link.coordinator, link.model]
+        key = (link.coordinator, link.model, link.dtype)
+        if self._links.get(key) is link:
+            del self._links[key]
 
     def _on_standing(self, told: placement.StandingTold) -> None:
         if told.proven:
@@ -356,14 +358,14 @@ class Worker:
         """Orderly: tell the coordinator, answer what is still on its way, then forget the weights."""
         if step is not None:
             await step.ended.wait()
-        link = self._links.get((assignment.coordinator, assignment.model))
+        link = self._links.get(_link_key(assignment))
         try:
             if link is not None and await link.detach(assignment):
                 await trio.sleep(UNLOAD_GRACE_S)
                 with trio.move_on_after(FINISH_CALLS_S):
                     await link.finish_calls()
         finally:
-            self._holdings.drop(assignment.lease, assignment.model)
+            self._holdings.drop(assignment.lease, assignment.model, assignment.dtype)
             self._fetched.pop(assignment.lease, None)
             self._fetcher.store.unpin(assignment.lease)
             self._progress.pop(assignment.lease, None)
@@ -389,3 +391,7 @@ class Worker:
             bytes_fetched=self._fetcher.tally.bytes_fetched,
             bytes_reused=self._fetcher.tally.bytes_reused,
         )
+
+
+def _link_key(assignment: Assignment) -> _LinkKey:
+    return assignment.coordinator, assignment.model, assignment.dtype

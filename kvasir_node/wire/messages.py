@@ -38,6 +38,7 @@ ADDRESSES_MAX = 16
 SLICES_MAX = 4096
 PROVEN_MAX = 256  # peers listed for one slice
 TABLE_MODELS_MAX = 64  # of one demand table
+DTYPES = ("float32", "bfloat16")  # that experts are computed in
 _ADDRESS_CHARS_MAX = 256
 _NAME_CHARS_MAX = 128
 _COUNT_MAX = 1 << 20
@@ -73,7 +74,8 @@ class DemandRecord:
     ttl_s: float
     model: ModelId
     model_name: str
-    slice_bytes: int  # of the largest slice
+    dtype: str  # that this coordinator computes in, so whoever computes for it does too
+    slice_bytes: int  # of the largest slice, in memory in that dtype
     addresses: tuple[str, ...]
     slots: int
     busy: int
@@ -89,6 +91,7 @@ class DemandRecord:
                 "ttl": float(self.ttl_s),
                 "model": str(self.model),
                 "name": self.model_name[:_NAME_CHARS_MAX],
+                "dtype": self.dtype,
                 "bytes": self.slice_bytes,
                 "addrs": _addresses(self.addresses),
                 "slots": self.slots,
@@ -108,6 +111,7 @@ class DemandRecord:
             ttl_s=fields.number("ttl", 0, 86_400),
             model=_model(fields.text("model", 64)),
             model_name=fields.text("name", _NAME_CHARS_MAX),
+            dtype=_dtype(fields.text("dtype", 16)),
             slice_bytes=fields.integer("bytes", 0, 1 << 50),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
             slots=fields.integer("slots", 0, _COUNT_MAX),
@@ -146,6 +150,7 @@ class Offer:
 
     lease: str
     model: ModelId
+    dtype: str
     slice: SliceId
     coordinator: PeerId
     addresses: tuple[str, ...]
@@ -156,6 +161,7 @@ class Offer:
             {
                 "lease": self.lease,
                 "model": str(self.model),
+                "dtype": self.dtype,
                 "slice": str(self.slice),
                 "peer": str(self.coordinator),
                 "addrs": _addresses(self.addresses),
@@ -182,6 +188,7 @@ def read_poll_answer(data: bytes | memoryview) -> Offer | NoOffer:
         answer = Offer(
             lease=fields.text("lease", 64),
             model=_model(fields.text("model", 64)),
+            dtype=_dtype(fields.text("dtype", 16)),
             slice=_slice(fields.text("slice", 32)),
             coordinator=PeerId(fields.text("peer", 64)),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
@@ -250,18 +257,20 @@ class LeaseVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A worker says which slices of a model it has loaded (ATTACH) or will serve no longer (DETACH)."""
+    """A worker says which slices of a model it has loaded, and in which dtype (ATTACH), or will leave (DETACH)."""
 
     model: ModelId
+    dtype: str
     slices: tuple[SliceId, ...]
 
     def to_bytes(self) -> bytes:
-        return encode({"model": str(self.model), "slices": [str(s) for s in self.slices]})
+        return encode({"model": str(self.model), "dtype": self.dtype, "slices": [str(s) for s in self.slices]})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Attachment:
         fields = _read(data, "attachment")
-        attachment = cls(_model(fields.text("model", 64)), fields.items("slices", SLICES_MAX, _slice))
+        model, dtype = _model(fields.text("model", 64)), _dtype(fields.text("dtype", 16))
+        attachment = cls(model, dtype, fields.items("slices", SLICES_MAX, _slice))
         fields.end()
         return attachment
 
@@ -415,6 +424,12 @@ def _model(value: Any) -> ModelId:
         return ModelId(parse_cid(_text(value, 64)))
     except DataError as error:
         raise _bad("a model id", value) from error
+
+
+def _dtype(value: str) -> str:
+    if value not in DTYPES:
+        raise _bad(f"one of {', '.join(DTYPES)}", value)
+    return value
 
 
 def _slice(value: Any) -> SliceId:

@@ -47,6 +47,7 @@ class World:
             issued_at=WALL + self.now if wall is None else wall,
             ttl_s=ttl_s,
             model=model,
+            dtype="float32",
             slice_bytes=slice_bytes,
             addresses=("/ip4/192.0.2.1/tcp/1",),
             wants=wants,
@@ -80,7 +81,7 @@ def test_playbook_of_a_surge():
     world = World()
     assert world.report(wanted(1, part=LOW), wanted(1, part=HIGH)) is None
     offer = world.lease(WILL)
-    assert offer == LeaseOffer("hub.1", MODEL, LOW, CARL, ("/ip4/192.0.2.1/tcp/1",), 15.0)
+    assert offer == LeaseOffer("hub.1", MODEL, "float32", LOW, CARL, ("/ip4/192.0.2.1/tcp/1",), 15.0)
     assert world.counts() == [(LOW, 1, 0, 1), (HIGH, 1, 0, 0)]
     world.now = 3.0
     assert world.renew(WILL, offer, progress=1) == (15.0, "")

@@ -49,7 +49,9 @@ class Middle:
 
 
 def lease(number: int = 1, hub: PeerId = HUB, name: str = "") -> Assignment:
-    return Assignment(name or f"lease {number}", MODEL, SliceId(number, 0, 7), CARL, ("/ip4/192.0.2.1/tcp/1",), hub)
+    return Assignment(
+        name or f"lease {number}", MODEL, "float32", SliceId(number, 0, 7), CARL, ("/ip4/192.0.2.1/tcp/1",), hub
+    )
 
 
 class Player:

@@ -134,7 +134,7 @@ def test_at_the_hub_a_lease_counts_as_leased_whatever_its_worker_claims():
     limits = MarketLimits(15.0, 60.0, 10.0, 5.0, 100, 10, 600.0, 2.0)
     market = Market(limits, "hub", -100.0)
     wants = demand_for(slices=(LOW,), held={}, proven=(), heat={}, saturated=False, pressure=0.0, surge_copies_max=0)
-    market.report(Demand(PeerId("carl"), 1, 1, 0.0, 1000.0, model, 1, (), wants), 0.0, 0.0)
+    market.report(Demand(PeerId("carl"), 1, 1, 0.0, 1000.0, model, "float32", 1, (), wants), 0.0, 0.0)
     offer = market.poll(PEERS[0], memory_bytes=1, have=[(model, LOW)], busy=(), now=0.0)
     assert isinstance(offer, LeaseOffer)
     for now in range(1, 50, 3):

@@ -38,6 +38,7 @@ def a_link(told: list) -> Link:
     return Link(
         PeerId("carl"),
         MODEL,
+        "float32",
         ExpertShard(ExpertMaths("silu"), 4, 2),
         body_bytes_max=1000,
         in_flight_max=1,
@@ -99,7 +100,7 @@ class Middle:
 
 
 def test_only_the_answer_to_its_own_poll_makes_a_worker_fetch():
-    assignment = Assignment("lease", MODEL, SliceId(0, 0, 7), PeerId("carl"), (), PeerId("hub"))
+    assignment = Assignment("lease", MODEL, "float32", SliceId(0, 0, 7), PeerId("carl"), (), PeerId("hub"))
     events = [
         placement.HubsKnown((PeerId("hub"),)),
         placement.DemandSeen(100),

@@ -94,7 +94,7 @@ def test_market():
     for number in range(3000):
         now, peer = number * 0.3, PeerId(f"peer {chance.randrange(500)}")
         wants = tuple(Wanted(part, 100, ()) for part in parts)
-        market.report(Demand(peer, number, 1, now, 20.0, MODEL, 1, (), wants), now, now)
+        market.report(Demand(peer, number, 1, now, 20.0, MODEL, "float32", 1, (), wants), now, now)
         market.poll(peer, memory_bytes=1, have=(), busy=(), now=now)
         key = (peer, MODEL, chance.choice(parts))
         market.renew(PeerId(f"peer {chance.randrange(500)}"), f"made-up {number}", key, progress=1, now=now)
@@ -111,6 +111,8 @@ def test_placement():
     mind = Placement(PlacementLimits(slices_max=4, poll_interval_s=2.0, renew_interval_s=3.0), random.Random(1))
     mind.handle(HubsKnown((PeerId("hub"),)), 0.0)
     for number in range(100):
-        assignment = Assignment(f"lease {number}", MODEL, SliceId(number, 0, 7), PeerId("carl"), (), PeerId("hub"))
+        assignment = Assignment(
+            f"lease {number}", MODEL, "float32", SliceId(number, 0, 7), PeerId("carl"), (), PeerId("hub")
+        )
         mind.handle(OfferReceived(assignment, 15.0), 0.0)
     assert len(mind.stages()) == 4

@@ -61,7 +61,7 @@ def test_a_trial_that_ends_through_no_fault_of_the_worker_is_no_failure(end):
 
 def leased(*, demand_ttl_s: float) -> tuple[Market, LeaseOffer]:
     market = Market(MARKET, "hub", -100.0)
-    market.report(Demand(CARL, 1, 1, 0.0, demand_ttl_s, MODEL, 1, (), (Wanted(PART, 1, ()),)), 0.0, 0.0)
+    market.report(Demand(CARL, 1, 1, 0.0, demand_ttl_s, MODEL, "float32", 1, (), (Wanted(PART, 1, ()),)), 0.0, 0.0)
     offer = market.poll(ANN, memory_bytes=1, have=(), busy=(), now=0.0)
     assert isinstance(offer, LeaseOffer)
     return market, offer
@@ -69,7 +69,7 @@ def leased(*, demand_ttl_s: float) -> tuple[Market, LeaseOffer]:
 
 def wait_of(market: Market, now: float) -> bool:
     """Whether ANN is refused a new lease on demand that has just appeared."""
-    market.report(Demand(CARL, 2, 1, now, 1000.0, MODEL, 1, (), (Wanted(PART, 1, ()),)), now, now)
+    market.report(Demand(CARL, 2, 1, now, 1000.0, MODEL, "float32", 1, (), (Wanted(PART, 1, ()),)), now, now)
     return isinstance(market.poll(ANN, memory_bytes=1, have=(), busy=(), now=now), float)
 
 

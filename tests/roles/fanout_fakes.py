@@ -152,6 +152,7 @@ class Loop:
         self.crew = Crew(
             settings,
             MODEL,
+            "float32",
             frozenset(SLICES),
             held,
             own_sums=own.sums,
@@ -261,10 +262,12 @@ class ScriptedWorker:
         told = Standing.from_bytes(body)
         self.told.append((told.slice, told.state))
 
-    async def say(self, method: ExpertsMethod, *slices: SliceId, model: ModelId = MODEL) -> None:
+    async def say(
+        self, method: ExpertsMethod, *slices: SliceId, model: ModelId = MODEL, dtype: str = "float32"
+    ) -> None:
         if self.calls is None:
             raise Unreachable("run first")
-        await self.calls.call(int(method), Attachment(model, slices).to_bytes(), timeout_s=5.0)
+        await self.calls.call(int(method), Attachment(model, dtype, slices).to_bytes(), timeout_s=5.0)
 
     async def attach(self, *slices: SliceId) -> None:
         await self.say(ExpertsMethod.ATTACH, *slices)

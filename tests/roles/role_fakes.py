@@ -179,6 +179,7 @@ class FakeCoordinator:
             ttl_s=30.0,
             model=self.model,
             model_name="tiny",
+            dtype="float32",
             slice_bytes=2 * EXPERT_BYTES,
             addresses=self.transport.addresses(),
             slots=1,

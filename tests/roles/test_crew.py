@@ -245,6 +245,19 @@ async def test_law_3_a_right_answer_after_the_worker_left_proves_nothing(autojum
     assert loop.standing(worker.peer, FIRST) != "proven"
 
 
+async def test_law_8_experts_in_another_dtype_are_refused_before_a_trial_could_call_them_wrong(
+    autojump_clock, loop, worker
+):
+    with pytest.raises(UsageError, match="loaded in bfloat16, this coordinator computes in float32"):
+        await worker.say(ExpertsMethod.ATTACH, FIRST, dtype="bfloat16")
+    await loop.forward()
+    assert worker.requests == []
+    assert loop.crew.snapshot() == ()
+    await worker.attach(FIRST)
+    await loop.forward()
+    assert loop.standing(worker.peer, FIRST) == "proven"
+
+
 async def test_attaching_again_every_second_buys_no_trial(autojump_clock, loop, network, nursery):
     liar = await join(loop, network, nursery, compute=lambda request: answer_parts(loop.own.sums(request) + 1.0))
     for second in range(20):

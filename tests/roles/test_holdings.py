@@ -35,8 +35,8 @@ class Model:
         )
         return {expert: node.experts[expert.index] for expert in part.experts()}
 
-    async def load(self, lease: str, part: SliceId) -> None:
-        await self.holdings.load(lease, self.id, self.manifest, self.experts(part))
+    async def load(self, lease: str, part: SliceId, dtype: str = "float32") -> None:
+        await self.holdings.load(lease, self.id, dtype, self.manifest, self.experts(part))
 
 
 async def test_what_is_loaded_computes_what_the_checkpoint_says(autojump_clock, tmp_path):
@@ -45,25 +45,27 @@ async def test_what_is_loaded_computes_what_the_checkpoint_says(autojump_clock, 
     for number, part in enumerate(SLICES):
         await model.load(f"lease {number}", part)
         request = request_for(part)
-        assert torch.equal(compute_here(model.holdings.shard(model.id), request), compute_here(reference, request))
-    assert model.holdings.reserved_bytes == model.holdings.shard(model.id).nbytes == 16 * EXPERT_BYTES
+        assert torch.equal(
+            compute_here(model.holdings.shard(model.id, "float32"), request), compute_here(reference, request)
+        )
+    assert model.holdings.reserved_bytes == model.holdings.shard(model.id, "float32").nbytes == 16 * EXPERT_BYTES
     assert model.holdings.leases() == {f"lease {n}" for n in range(8)}
-    assert model.holdings.bytes_of(model.id, 3) == 3 * EXPERT_BYTES
+    assert model.holdings.bytes_of(model.id, "float32", 3) == 3 * EXPERT_BYTES
 
 
 async def test_experts_that_two_leases_need_count_once_and_stay_until_the_last_goes(autojump_clock, tmp_path):
     model = Model(tmp_path, memory_bytes=3 * EXPERT_BYTES)
     await model.load("a", SliceId(0, 0, 1))
     await model.load("b", SliceId(0, 1, 2))
-    shard = model.holdings.shard(model.id)
+    shard = model.holdings.shard(model.id, "float32")
     assert model.holdings.reserved_bytes == 3 * EXPERT_BYTES
-    model.holdings.drop("a", model.id)
-    model.holdings.drop("a", model.id)
+    model.holdings.drop("a", model.id, "float32")
+    model.holdings.drop("a", model.id, "float32")
     assert shard.held(0) == {1, 2}
-    model.holdings.drop("b", model.id)
+    model.holdings.drop("b", model.id, "float32")
     assert shard.held(0) == set()
     assert model.holdings.reserved_bytes == 0
-    assert model.holdings.bytes_of(model.id, 1) is None
+    assert model.holdings.bytes_of(model.id, "float32", 1) is None
 
 
 async def test_law_7_room_is_reserved_before_anything_is_read(autojump_clock, tmp_path):
@@ -82,7 +84,7 @@ async def test_law_7_room_is_reserved_before_anything_is_read(autojump_clock, tm
             nursery.start_soon(load, f"lease {number}", SLICES[number])
     assert ended.count("loaded") == 1
     assert sum("worker.memory_bytes" in words for words in ended) == 3
-    assert model.holdings.shard(model.id).nbytes == 2 * EXPERT_BYTES
+    assert model.holdings.shard(model.id, "float32").nbytes == 2 * EXPERT_BYTES
 
 
 async def test_a_refused_load_of_a_new_model_leaves_nothing(autojump_clock, tmp_path):
@@ -90,8 +92,8 @@ async def test_a_refused_load_of_a_new_model_leaves_nothing(autojump_clock, tmp_
     with pytest.raises(CapacityError):
         await model.load("a", SLICES[0])
     assert model.holdings.leases() == frozenset()
-    assert model.holdings.bytes_of(model.id, 1) is None
-    model.holdings.drop("a", model.id)
+    assert model.holdings.bytes_of(model.id, "float32", 1) is None
+    model.holdings.drop("a", model.id, "float32")
 
 
 async def test_a_load_that_is_cancelled_leaves_nothing_once_it_is_dropped(autojump_clock, tmp_path):
@@ -110,8 +112,8 @@ async def test_a_load_that_is_cancelled_leaves_nothing_once_it_is_dropped(autoju
         model.holdings._run_blocking = cancel_at_the_second
         await model.load("a", SLICES[0])
     assert scope.cancelled_caught
-    model.holdings.drop("a", model.id)
-    assert model.holdings.shard(model.id).held(0) == {2, 3}
+    model.holdings.drop("a", model.id, "float32")
+    assert model.holdings.shard(model.id, "float32").held(0) == {2, 3}
 
 
 async def test_law_6_a_block_that_is_missing_or_damaged_is_not_loaded(autojump_clock, tmp_path):
@@ -120,12 +122,12 @@ async def test_law_6_a_block_that_is_missing_or_damaged_is_not_loaded(autojump_c
     blob = experts[ExpertId(0, 1)]
     swapped = {ExpertId(0, 0): experts[ExpertId(0, 1)], ExpertId(0, 1): model.manifest.config}
     with pytest.raises(DataError):
-        await model.holdings.load("x", model.id, model.manifest, swapped)
-    model.holdings.drop("x", model.id)
+        await model.holdings.load("x", model.id, "float32", model.manifest, swapped)
+    model.holdings.drop("x", model.id, "float32")
     model.store.unmap(blob.cid)
     with pytest.raises(DataError, match="not in the store"):
         await model.load("a", SLICES[0])
-    model.holdings.drop("a", model.id)
+    model.holdings.drop("a", model.id, "float32")
     assert model.holdings.reserved_bytes == 0
 
 
@@ -143,3 +145,20 @@ async def test_experts_whose_values_are_not_finite_here_are_refused_by_the_self_
     model.holdings._run_blocking = overflow
     with pytest.raises(DataError, match="not finite"):
         await model.load("a", SLICES[0])
+
+
+async def test_law_8_two_coordinators_that_compute_in_different_dtypes_are_both_served_in_theirs(
+    autojump_clock, tmp_path
+):
+    model = Model(tmp_path, memory_bytes=3 * EXPERT_BYTES)
+    await model.load("a", SLICES[0])
+    await model.load("b", SLICES[0], "bfloat16")
+    exact, rounded = (model.holdings.shard(model.id, dtype) for dtype in ("float32", "bfloat16"))
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert model.holdings.reserved_bytes == exact.nbytes + rounded.nbytes == 3 * EXPERT_BYTES
+    assert model.holdings.bytes_of(model.id, "bfloat16", 2) == EXPERT_BYTES
+    with pytest.raises(CapacityError):
+        await model.load("c", SLICES[1], "bfloat16")
+    model.holdings.drop("a", model.id, "float32")
+    assert model.holdings.bytes_of(model.id, "float32", 1) is None
+    assert rounded.held(0) == {0, 1}

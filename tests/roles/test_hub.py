@@ -281,7 +281,7 @@ async def test_law_7_names_of_models_are_remembered_up_to_a_bound(autojump_clock
         for number in range(1, 50):
             model = ModelId(cid_of(number.to_bytes(4, "big"), DAG_CBOR_CODEC))
             wants = (Wanted(SLICES[0], 1, ()),)
-            said = DemandRecord(1, number, wall(), 30.0, model, f"model {number}", 1, (), 1, 1, 1, wants)
+            said = DemandRecord(1, number, wall(), 30.0, model, f"model {number}", "float32", 1, (), 1, 1, 1, wants)
             sealed = seal(DEMAND_KIND, said.to_bytes(), peer, carl.transport.sign)
             await hub.handle(peer, MarketMethod.REPORT, sealed)
         assert len(hub._names) == MODELS_MAX
@@ -323,7 +323,7 @@ async def test_a_table_is_cut_to_its_most_wanted_rows(autojump_clock, tmp_path):
             carl = world.network.transport(f"coordinator {number}")
             model = ModelId(cid_of(number.to_bytes(2, "big"), DAG_CBOR_CODEC))
             wants = tuple(Wanted(part, 1 + (number == 299), ()) for part in SLICES)
-            said = DemandRecord(1, 1, wall(), 30.0, model, "m", 1, (), 1, 1, 1, wants)
+            said = DemandRecord(1, 1, wall(), 30.0, model, "m", "float32", 1, (), 1, 1, 1, wants)
             sealed = seal(DEMAND_KIND, said.to_bytes(), carl.peer_id, carl.sign)
             await hub.handle(carl.peer_id, MarketMethod.REPORT, sealed)
         world.nursery.start_soon(hub.run)

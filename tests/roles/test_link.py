@@ -66,6 +66,7 @@ class Ends:
         self.link = Link(
             self.coordinator.peer_id,
             MODEL,
+            "float32",
             tiny_shard(),
             body_bytes_max=1 << 20,
             in_flight_max=4,
@@ -102,7 +103,7 @@ class Ends:
         return await self.calls.call(int(ExpertsMethod.COMPUTE), *parts, timeout_s=5)
 
     def lease(self, part: SliceId = PART, name: str = "lease") -> Assignment:
-        return Assignment(name, MODEL, part, self.coordinator.peer_id, (), PeerId("hub"))
+        return Assignment(name, MODEL, "float32", part, self.coordinator.peer_id, (), PeerId("hub"))
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ async def test_a_slice_is_offered_its_rows_are_answered_its_standing_is_heard_an
     assert await ends.link.detach(ends.lease())
     assert ends.told == [StandingTold("lease", proven=True)]
     assert ends.rows == [3]
-    body = Attachment(MODEL, (PART,)).to_bytes()
+    body = Attachment(MODEL, "float32", (PART,)).to_bytes()
     assert ends.log == [(int(ExpertsMethod.ATTACH), body), (int(ExpertsMethod.DETACH), body)]
     assert not await ends.link.detach(ends.lease())
 

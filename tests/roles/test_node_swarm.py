@@ -66,6 +66,24 @@ async def test_law_1_same_answer_48_greedy_tokens_equal_transformers_generate_wi
         assert facts.fallbacks == 0
 
 
+async def test_law_8_workers_compute_in_the_dtype_of_the_coordinator_and_not_in_the_one_they_would_choose(tmp_path):
+    """The demo computes in float32 by itself, so an answer in bfloat16 from weights in float32 could pass as well, but
+    not one in float32 from weights in bfloat16: the reverse of what is tried here would ban honest workers."""
+    flags = {"coordinator__dtype": "bfloat16", "coordinator__hold": "none", "fanout__spot_check_ratio": 1.0}
+    async with open_swarm(tmp_path, **flags) as swarm:
+        worker = await swarm.add("worker", **WORKER)
+        await all_proven(swarm)
+        await ask(swarm.main, PROMPTS[0], 8)
+        seen = swarm.main.snapshot().fanout
+        assert seen.remote_pairs > 0
+        assert seen.spot_checks > 0
+        assert seen.mismatches == 0
+        assert worker.worker is not None
+        held = worker.worker._holdings._models
+        assert {dtype for _, dtype in held} == {"bfloat16"}
+        assert {model.shard.dtype for model in held.values()} == {torch.bfloat16}
+
+
 async def test_law_2_idle_is_local_and_a_burst_recruits_proves_shares_and_lets_go(tmp_path):
     async with open_swarm(tmp_path) as swarm:
         main = swarm.main

@@ -243,7 +243,7 @@ async def test_law_5_a_computation_that_never_ends_does_not_keep_a_lease_drainin
         await carl.report(world.hub)
         ann = await world.add_worker()
         await serving(world, ann, 1)
-        ann.worker._links[carl.transport.peer_id, carl.model]._run_blocking = never
+        ann.worker._links[carl.transport.peer_id, carl.model, "float32"]._run_blocking = never
         with pytest.raises(KvasirError):
             await carl.compute(ann.peer_id, request_for(SLICES[0]))  # gives up after 5 s, and says so
         calls = carl.streams[ann.peer_id]
@@ -348,7 +348,7 @@ async def test_an_offer_that_does_not_fit_is_told_in_words_and_given_back(autoju
         carl.wants = with_slices(SLICES[:1])
         await carl.report(world.hub)
         ann = await world.add_worker(worker__memory_bytes=2 * EXPERT_BYTES)
-        ann.worker._holdings._memory_bytes = EXPERT_BYTES  # the hub cannot know the dtype that is computed in
+        ann.worker._holdings._memory_bytes = EXPERT_BYTES  # less than it told the hub
         await world.until(lambda: ann.worker.problems() != ())
         assert "worker.memory_bytes" in ann.worker.problems()[0]
         await trio.sleep(1)

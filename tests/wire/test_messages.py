@@ -13,6 +13,7 @@ from kvasir_node.decide.demand import Wanted
 from kvasir_node.wire.codec import encode
 from kvasir_node.wire.messages import (
     ADDRESSES_MAX,
+    DTYPES,
     PROVEN_MAX,
     TABLE_BYTES_MAX,
     TABLE_MODELS_MAX,
@@ -117,6 +118,7 @@ demands = st.builds(
     ttl_s=seconds,
     model=models,
     model_name=names,
+    dtype=st.sampled_from(DTYPES),
     slice_bytes=st.integers(0, 1 << 50),
     addresses=addresses,
     slots=counts,
@@ -134,7 +136,7 @@ tables = st.builds(
     rows=rows,
 )
 held = st.lists(st.tuples(models, slice_ids), max_size=4).map(tuple)
-offers = st.builds(Offer, names, models, slice_ids, peer_ids, addresses, seconds)
+offers = st.builds(Offer, names, models, st.sampled_from(DTYPES), slice_ids, peer_ids, addresses, seconds)
 round_trips = st.one_of(
     st.tuples(demands, st.just(DemandRecord.from_bytes)),
     st.tuples(tables, st.just(DemandTable.from_bytes)),
@@ -225,7 +227,13 @@ def test_a_row_that_names_no_model_of_the_table_is_refused():
 @pytest.mark.parametrize("bad", [str(cid_of(b"x")).upper(), "x", "", str(MODEL)[:-1] + "r"])
 def test_a_model_id_is_a_cid_in_its_one_spelling(bad):
     with pytest.raises(Misbehaved, match="a model id"):
-        Attachment.from_bytes(encode({"model": bad, "slices": []}))
+        Attachment.from_bytes(encode({"model": bad, "dtype": "float32", "slices": []}))
+
+
+@pytest.mark.parametrize("bad", ["float16", "FLOAT32", "", "float32 "])
+def test_a_dtype_is_one_that_experts_are_computed_in(bad):
+    with pytest.raises(Misbehaved, match="float32, bfloat16"):
+        Attachment.from_bytes(encode({"model": str(MODEL), "dtype": bad, "slices": []}))
 
 
 @pytest.mark.parametrize("bad", ["x", "", 7, "/" + "x" * 256, "/\x1b[2J"])

@@ -109,13 +109,16 @@ class Membership:
         """Waits until both sides have proved themselves. Raises Unreachable when that does not happen in time."""
         with trio.move_on_after(timeout_s):
             while peer not in self._settled:
-                if peer in self._refusals:
-                    break
+                if peer in self._refusals and not self._is_connected(peer):
+                    break  # who is connected was not refused since: refusing disconnects
                 await self._changed.park()
             else:
                 return
         reason = self._refusals.get(peer, f"no proof within {timeout_s:g} s")
         raise Unreachable(f"{peer} is not a member of this swarm: {reason}")
+
+    def _is_connected(self, peer: PeerId) -> bool:
+        return any(each.peer == peer for each in self._transport.connections())
 
     def guard(self, handler: StreamHandler) -> StreamHandler:
         """The same handler, for members only; a stranger's stream is reset."""
@@ -186,7 +189,7 @@ class Membership:
             return True
         except (KvasirError, trio.TooSlowError) as error:
             _log.debug("hello to %s: %s", peer, str(error) or "timed out")
-            return not any(each.peer == peer for each in self._transport.connections())
+            return not self._is_connected(peer)
         return True
 
     async def _prove_as_dialler(self, stream: Stream) -> None:
@@ -256,8 +259,10 @@ class Membership:
         self._refusals[peer] = reason
         if len(self._refusals) > REFUSALS_MAX:
             del self._refusals[next(iter(self._refusals))]
-        self._changed.unpark_all()
-        await self._transport.disconnect(peer)
+        try:
+            await self._transport.disconnect(peer)
+        finally:
+            self._changed.unpark_all()
 
 
 def _packed(about: bytes) -> bytes:

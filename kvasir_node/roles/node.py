@@ -6,6 +6,7 @@ It does not know HTTP, the terminal or signals. `open_node` is one async context
 from __future__ import annotations
 
 import logging
+import random
 import re
 import socket
 import time
@@ -109,7 +110,8 @@ class Node:
             hubs_changed=self._on_hubs,
         )
         self._downloads = Throttle(settings.store.download_bytes_s)
-        self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member)
+        rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
+        self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member, rng)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         self.coordinator: Coordinator | None = None
         self.hub: Hub | None = None

@@ -6,6 +6,7 @@ It does not know what any role does. `Joiner` keeps the connections that the set
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ JOIN_PAUSE_S = 0.5  # after a failed attempt; doubles ...
 JOIN_PAUSE_SHORT_S = 4.0  # ... up to this
 JOIN_HASTE_S = 120.0  # ... and after so long without success
 JOIN_PAUSE_MAX_S = 30.0  # ... up to this
+JOIN_PAUSE_LEAST = 0.5  # of a pause, which is cut by chance: nodes that lost one hub do not come back all at once
 JOIN_CHECK_S = 1.0  # a connection that was lost is noticed within this
 
 RequireMember = Callable[[PeerId], Awaitable[None]]
@@ -121,10 +123,17 @@ class Joiner:
     Pauses grow, but stay short at first: a hub that is restarted should be found again before leases end.
     """
 
-    def __init__(self, transport: Transport, targets: Sequence[JoinTarget], require_member: RequireMember) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        targets: Sequence[JoinTarget],
+        require_member: RequireMember,
+        rng: random.Random,
+    ) -> None:
         self._transport = transport
         self._targets = [target for target in targets if target.peer != transport.peer_id]
         self._require_member = require_member
+        self._rng = rng
         self._problems: dict[PeerId, str] = {}
         self._joined: set[PeerId] = set()
 
@@ -161,7 +170,7 @@ class Joiner:
             if self._problems.get(target.peer) != problem:
                 logger.warning("%s; trying again", problem)
             self._problems[target.peer] = problem
-            await trio.sleep(pause_s)
+            await trio.sleep(pause_s * self._rng.uniform(JOIN_PAUSE_LEAST, 1.0))
             pause_s = min(JOIN_PAUSE_MAX_S if now - lost_at > JOIN_HASTE_S else JOIN_PAUSE_SHORT_S, 2 * pause_s)
 
     async def _problem_of(self, target: JoinTarget) -> str | None:

@@ -212,3 +212,14 @@ async def test_a_stranger_that_says_too_much_about_itself_is_refused(autojump_cl
         _, verdict = await recorder.attempt(right.peer_id, bytes(32), lambda answer: b"\xff\xff")
         assert verdict is None
         assert not of_right.is_member(recorder.transport.peer_id)
+
+
+async def test_who_was_refused_and_connects_again_is_not_told_the_old_refusal(autojump_clock):
+    async with two_members(WRONG) as (_, (left, right), (of_left, _)):
+        await left.connect(right.addresses())
+        with pytest.raises(Unreachable, match="does not hold this swarm's secret"):
+            await of_left.require(right.peer_id, 5)
+        await trio.sleep(1)
+        of_left._secret = SECRET
+        await left.connect(right.addresses())
+        await of_left.require(right.peer_id, 5)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import trio
+import trio.lowlevel
 
-from kvasir_node.base.errors import UsageError
+from kvasir_node.base.errors import Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.memory_net import Link, MemoryNetwork, MemoryTransport, open_memory_network
 from kvasir_node.roles.peers import (
+    JOIN_PAUSE_LEAST,
     JOIN_PAUSE_MAX_S,
+    JOIN_PAUSE_S,
     JOIN_PAUSE_SHORT_S,
     NAMES_MAX,
     Joiner,
@@ -48,7 +52,9 @@ class Member:
         self.heard: list[tuple[PeerId, ...]] = []
         self.peers = Peers(self.membership, self.transport.peer_id, is_hub=is_hub, hubs_changed=self.heard.append)
         targets = [JoinTarget(t.peer_id, t.addresses()) for t in join]
-        self.joiner = Joiner(self.transport, targets, lambda peer: self.membership.require(peer, 8.0))
+        self.joiner = Joiner(
+            self.transport, targets, lambda peer: self.membership.require(peer, 8.0), random.Random(name)
+        )
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -190,7 +196,52 @@ async def test_attempts_grow_rare_but_a_hub_that_was_restarted_is_found_within_s
         await ann.transport.disconnect(hub.transport.peer_id)
         attempts.clear()
         await trio.sleep(1200)
-        assert 120 / JOIN_PAUSE_SHORT_S + 1000 / JOIN_PAUSE_MAX_S < len(attempts) < 90
+        assert 120 / JOIN_PAUSE_SHORT_S + 1000 / JOIN_PAUSE_MAX_S < len(attempts) < 90 / JOIN_PAUSE_LEAST
+
+
+async def membership_of_all(peer):
+    await trio.lowlevel.checkpoint()
+
+
+async def attempts_of(names, during_s):
+    """When each of these nodes tried to join a hub that is gone."""
+    attempts: dict[str, list[float]] = {name: [] for name in names}
+    async with open_memory_network() as network, trio.open_nursery() as nursery:
+        dead = network.transport("hub")
+        dead.is_alive = False
+
+        async def count(name):
+            transport = network.transport(name)
+
+            async def connect(addresses):
+                attempts[name].append(trio.current_time())
+                raise Unreachable("it is gone")
+
+            transport.connect = connect
+            targets = [JoinTarget(dead.peer_id, dead.addresses())]
+            joiner = Joiner(transport, targets, membership_of_all, random.Random(name))
+            began_at = trio.current_time()
+            with trio.move_on_after(during_s):
+                await joiner.run()
+            attempts[name] = [at - began_at for at in attempts[name]]
+
+        for name in names:
+            nursery.start_soon(count, name)
+    return attempts
+
+
+async def test_nodes_that_lost_one_hub_come_back_at_different_times_which_their_seeds_repeat(autojump_clock):
+    names = [f"node{number}" for number in range(50)]
+    attempts = await attempts_of(names, 20)
+    for tries in attempts.values():
+        pauses = [after - before for before, after in pairwise(tries)]
+        full = [min(JOIN_PAUSE_SHORT_S, JOIN_PAUSE_S * 2**number) for number in range(len(pauses))]
+        assert all(JOIN_PAUSE_LEAST * most <= pause <= most for pause, most in zip(pauses, full, strict=True))
+    second_tries = sorted(tries[1] for tries in attempts.values())
+    assert all(after - before > 1e-6 for before, after in pairwise(second_tries))
+    assert second_tries[-1] - second_tries[0] > 0.4 * JOIN_PAUSE_S
+    again = await attempts_of(names[:3], 20)
+    assert all(again[name] == pytest.approx(attempts[name]) for name in again)
 
 
 async def test_one_target_that_is_dead_does_not_keep_another_waiting(autojump_clock, nursery):
@@ -213,7 +264,7 @@ async def test_a_node_does_not_join_itself(autojump_clock, nursery):
         transport = network.transport("own")
         membership = Membership(transport, SECRET, b"")
         targets = [JoinTarget(transport.peer_id, transport.addresses())]
-        joiner = Joiner(transport, targets, lambda peer: membership.require(peer, 8.0))
+        joiner = Joiner(transport, targets, lambda peer: membership.require(peer, 8.0), random.Random(1))
         await joiner.run()
         assert joiner.warnings() == ()
 

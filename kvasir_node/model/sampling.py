@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvasir_node.base.errors import DataError
 from kvasir_node.base.generation import SamplingOptions
 
+Floats = npt.NDArray[np.float32]
+TEMPERATURE_MIN = 1e-30  # a lower one is the same, and float32 can divide by this one
+MINOR_WEIGHT = 1e-5  # of a token, beside 1 of the likeliest
+BLOCK_TOKENS = 512  # summed at once
 LOGIT_MIN = torch.finfo(torch.float32).min  # finite, yet its weight is 0 beside any logit of a model
 
 
@@ -117,41 +122,56 @@ def choose(logits: torch.Tensor, options: Sequence[SamplingOptions], draws: Sequ
 
 def _draw(logits: torch.Tensor, options: SamplingOptions, draw: float) -> int:
     # Subtracting the maximum first keeps a temperature near zero from making infinity minus infinity.
-    weights = ((logits - logits.max()).double() / options.temperature).exp()  # [V], the likeliest is 1
+    weights = ((logits - logits.max()) / max(options.temperature, TEMPERATURE_MIN)).exp().cpu().numpy()
     if options.top_p >= 1 and options.top_k <= 0 and options.min_p <= 0:
         return _pick(weights, draw)
-    weights = weights.cpu()
     # In the order of token ids, where a change of the last bit of a logit moves each border by as little. Sorted by
     # weight, two near-equal tokens could change places and with them the whole answer.
     ids = _passing(weights, options)
     return int(ids[_pick(weights[ids], draw)])
 
 
-def _passing(weights: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+def _passing(weights: Floats, options: SamplingOptions) -> npt.NDArray[np.int64]:
     """The tokens that pass the filters, in the order of their ids; at least one. Of equal ones the first count.
 
-    weights [V] on the CPU. numpy sorts 152,000 of them in 0.9 ms where torch takes 27 (one core with AVX-512,
-    29.11.2026), so no guess about how many of them matter is needed.
+    weights [V] float32, of which the highest is 1. Mostly the few that are not minor decide, which spares sorting all.
     """
-    values = -weights.numpy()
-    if 0 < options.top_k < len(values):
-        values = np.partition(values, options.top_k - 1)[: options.top_k]
-    values = torch.from_numpy(-np.sort(values))
+    ids = np.flatnonzero(weights >= MINOR_WEIGHT)
+    total = float(weights.sum(dtype=np.float64)) if options.top_p < 1 and options.top_k <= 0 else 0.0
+    if options.top_k > 0:
+        is_enough = len(ids) >= options.top_k
+    elif options.top_p < 1:
+        is_enough = weights[ids].sum(dtype=np.float64) >= options.top_p * total
+    else:
+        is_enough = options.min_p >= MINOR_WEIGHT
+    ids = ids if is_enough else np.arange(len(weights))
+    values = -np.sort(-weights[ids])
+    if options.top_k > 0:
+        values = values[: options.top_k]
+        total = float(values.sum(dtype=np.float64))
     if options.top_p < 1:
-        ends = values.cumsum(0)
-        values = values[: max(1, int((ends - values < options.top_p * ends[-1]).sum()))]
+        before = values.cumsum(dtype=np.float64) - values
+        values = values[: max(1, int(np.count_nonzero(before < options.top_p * total)))]
     if options.min_p > 0:
         values = values[values >= options.min_p * values[0]]
-    least = values[-1]
-    above = weights > least
-    ties = (weights == least).nonzero().flatten()[: len(values) - int(above.sum())]
-    above[ties] = True
-    return above.nonzero().flatten()
+    found = weights[ids]
+    passes = found > values[-1]
+    ties = np.flatnonzero(found == values[-1])
+    passes[ties[: len(values) - int(np.count_nonzero(passes))]] = True
+    return ids[passes]
 
 
-def _pick(weights: torch.Tensor, draw: float) -> int:
-    """The index on whose share of the sum the draw falls; never one of weight 0."""
-    ends = weights.cumsum(0)
+def _pick(weights: Floats, draw: float) -> int:
+    """The index on whose share of the sum the draw falls; never one of weight 0.
+
+    First the block, then the place in it: one running sum over 152,000 tokens takes ten times as long.
+    """
+    ends = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_TOKENS), dtype=np.float64).cumsum()
     total = float(ends[-1])
     target = min(draw * total, math.nextafter(total, 0.0))
-    return int(torch.searchsorted(ends, target, right=True))
+    block = int(np.searchsorted(ends, target, side="right"))
+    first = block * BLOCK_TOKENS
+    inner = weights[first : first + BLOCK_TOKENS]
+    index = int(np.searchsorted(inner.cumsum(dtype=np.float64), target - (ends[block - 1] if block else 0.0), "right"))
+    # The two sums of a block may differ in their last bit.
+    return first + min(index, int(np.flatnonzero(inner)[-1]))

@@ -91,6 +91,7 @@ class Engine:
         self._running: dict[int, _Seat] = {}
         self._in_order: list[_Seat] = []  # those running, by slot
         self._paused: dict[int, _Seat] = {}
+        self._is_to_forget = False
         self.prompt_tokens = 0  # of all prompts whose computing has begun
         self.reused_tokens = 0  # of these, those that were found in the cache
 
@@ -150,6 +151,10 @@ class Engine:
         else:
             self._joining.append(seat)
 
+    def forget(self) -> None:
+        """From the next step on, nothing that was computed so far is copied to another request. Any thread may call."""
+        self._is_to_forget = True
+
     @torch.inference_mode()
     def step(self) -> list[StepToken]:
         """One token for every running job, and one chunk of the prompt of the job that has waited longest.
@@ -157,6 +162,9 @@ class Engine:
         Raises BadLogits or ConstraintFailed that name a job, JobsWait for jobs that should be paused, or whatever the
         expert dispatch raises.
         """
+        if self._is_to_forget:
+            self._is_to_forget = False
+            self._prefixes.forget()
         forwards = [self._decode(lane, seats) for lane, seats in zip(self._lanes, self._shares(), strict=False)]
         if self._joining:
             forwards.append(self._prefill(self._joining[0]))

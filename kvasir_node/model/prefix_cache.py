@@ -76,7 +76,8 @@ class PrefixCache:
     def replace(self, slot: int, source: int, tokens: list[int]) -> Refill:
         """As `refill`, with `tokens` of which all lie in the source."""
         refill = Refill(source, len(tokens), self._dirty[slot], tokens)
-        self._held[slot] = tokens
+        is_known = source == slot or len(self._held[source]) >= len(tokens)  # else the source was forgotten meanwhile
+        self._held[slot] = tokens if is_known else []
         self._dirty[slot] = len(tokens)
         return refill
 
@@ -89,6 +90,10 @@ class PrefixCache:
         if not (keeps and self._reuses):
             self._held[slot] = []
         self._free[slot] = None
+
+    def forget(self) -> None:
+        """Nothing that was computed so far is given to others. Who computes goes on appending to its own list."""
+        self._held = [[] for _ in self._held]
 
     def _hit(self, slot: int, wanted: list[int]) -> int:
         held = self._held[slot]

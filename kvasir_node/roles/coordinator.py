@@ -117,6 +117,7 @@ class Coordinator:
         self._on = False  # there is such a layer
         self._reason = "off: calm"
         self._ticks = 0
+        self._mismatches = 0  # seen so far
         self._was_spread = False
         self._peak_pressure = 0.0  # since saturation began: demand must not flap with every request that ends
         self._demand_changed = trio.Event()
@@ -261,6 +262,9 @@ class Coordinator:
         while True:
             await trio.sleep(TICK_S)
             self._ticks += 1
+            if self.dispatch.counters.mismatches > self._mismatches:
+                self._mismatches = self.dispatch.counters.mismatches
+                self._engine.forget()  # what a liar computed must not live on in the prompts of others
             if self.crew.ledger.tick(trio.current_time()):
                 self._replan(frozenset(layers))
             if self._trial_scope is not TrialScope.NONE:

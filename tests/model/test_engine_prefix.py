@@ -136,3 +136,19 @@ def test_leftovers_beyond_a_reused_beginning_never_reach_the_next_request(made):
                 pool[slot, :, 70 : engine._prefixes._dirty[slot]] = float("nan")
         (events,) = run(engine, job(number, prompt + prompt_of(number, 3 + 9 * number))).values()
         assert tokens(events) == expected[number]
+
+
+def test_what_is_to_be_forgotten_is_computed_again(made):
+    trunk, dispatch = made("qwen3_moe")
+    engine = Engine(trunk, 3, CONTEXT, 64)
+    prompt = prompt_of(6, 60)
+    expected = solo(trunk, prompt)
+    run(engine, job(1, prompt), job(2, prompt))
+    engine.forget()
+    dispatch.computed = 0
+    (events,) = run(engine, job(3, prompt)).values()
+    assert tokens(events) == expected
+    assert dispatch.computed == 60 + 11
+    dispatch.computed = 0
+    run(engine, job(4, prompt))
+    assert dispatch.computed == 1 + 11

@@ -116,6 +116,24 @@ def test_a_slot_given_back_before_it_was_filled_holds_what_it_held():
     assert cache.refill(cache.take(LONG), LONG).length == len(LONG) - 1
 
 
+def test_what_was_forgotten_is_no_source_nor_are_those_who_go_on_or_copy_from_them():
+    cache = make(4)
+    serve(cache, LONG)
+    slot = cache.take(OTHER)
+    running = cache.refill(slot, OTHER)
+    running.tokens.extend(OTHER[:50])
+    cache.forget()
+    running.tokens.extend(OTHER[50:])
+    twin = cache.take(OTHER)
+    cache.replace(twin, slot, list(OTHER))
+    for prompt in (LONG, OTHER):
+        taken = cache.take(prompt)
+        assert cache.refill(taken, prompt).length == 0
+        cache.give_back(taken, keeps=True)
+    cache.give_back(slot, keeps=True)
+    assert cache.refill(cache.take(OTHER), OTHER).length == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 4),

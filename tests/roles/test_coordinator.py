@@ -21,6 +21,7 @@ from kvasir_node.roles.library import demo_folder
 from kvasir_node.roles.loading import load_model
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, DemandRecord, ExpertsMethod
+from kvasir_node.wire.tensors import answer_parts
 
 QUICK = {
     "coordinator.slots": 1,
@@ -281,3 +282,25 @@ async def test_a_prompt_that_comes_again_is_copied_unless_that_is_switched_off(m
         seen = room.coordinator.desk.throughput()
         assert seen.prompt_tokens_reused == (seen.prompt_tokens_total // 2 - 1 if on else 0)
         assert room.coordinator.fanout_snapshot().lanes == 1
+
+
+async def test_law_1_what_a_liar_may_have_computed_is_not_copied_into_other_prompts_once_it_is_caught(manifest, whole):
+    flags = {"fanout__when": "always", "fanout__spot_check_ratio": 1.0, "coordinator__slots": 2}
+    async with open_room(manifest, whole, **flags) as room:
+        worker = await room.worker()
+        await room.until_proven(1)
+        request = GenerationRequest(prompt=PROMPT * 8, max_tokens=1, sampling=SamplingOptions(temperature=0.0))
+
+        async def reused() -> int:
+            before = room.coordinator.desk.throughput().prompt_tokens_reused
+            async with room.coordinator.generate(request) as answer:
+                assert [event async for event in answer]
+            return room.coordinator.desk.throughput().prompt_tokens_reused - before
+
+        await reused()
+        assert await reused() > 0
+        worker.compute = lambda body: answer_parts(room.own.sums(body) * 2)
+        while not room.coordinator.dispatch.counters.mismatches:
+            await room.ask(2)
+        await room.until(lambda: room.coordinator._mismatches > 0, "that the coordinator noticed")
+        assert await reused() == 0

@@ -43,8 +43,8 @@ __all__ = [
 CONFIG_BYTES_MAX = 4 * 1024 * 1024
 INDEX_BYTES_MAX = 100_000_000
 SHARDS_MAX = 4096
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 CONFIG_FILE = "config.json"
 SIDE_FILES = (
@@ -138,6 +138,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder, CONFIG_FILE, CONFIG_BYTES_MAX)
 
 
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a checkpoint in several files says. Raises DataError."""
+    weight_map = _read_json(folder, INDEX_FILE, INDEX_BYTES_MAX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise DataError(f"{INDEX_FILE} of {folder.name} has no weight_map of key to file name")
+    return weight_map
+
+
 def _read_json(folder: Path, name: str, bytes_max: int) -> dict[str, Any]:
     file = _inside(folder, name)
     try:
@@ -165,20 +173,18 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _gguf_header(folder: Path) -> GgufHeader | None:
-    if any((folder / name).exists() for name in (_SINGLE_FILE, _INDEX_FILE)):
+    if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
     file = find_gguf(folder)
     return None if file is None else read_gguf_header(_inside(folder, file.name))
 
 
 def _all_tensors(folder: Path) -> dict[str, TensorRange]:
-    if (folder / _SINGLE_FILE).exists():
-        return read_header(_inside(folder, _SINGLE_FILE))
-    if not (folder / _INDEX_FILE).exists():
-        raise DataError(f"the checkpoint {folder.name} has no {_SINGLE_FILE}, no {_INDEX_FILE} and no GGUF file")
-    weight_map = _read_json(folder, _INDEX_FILE, INDEX_BYTES_MAX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise DataError(f"model.safetensors.index.json of {folder.name} has no weight_map of key to file name")
+    if (folder / SINGLE_FILE).exists():
+        return read_header(_inside(folder, SINGLE_FILE))
+    if not (folder / INDEX_FILE).exists():
+        raise DataError(f"the checkpoint {folder.name} has no {SINGLE_FILE}, no {INDEX_FILE} and no GGUF file")
+    weight_map = read_weight_map(folder)
     names = sorted(set(weight_map.values()))
     if len(names) > SHARDS_MAX:
         raise DataError(f"the checkpoint {folder.name} has {len(names)} shards, at most {SHARDS_MAX} are read")

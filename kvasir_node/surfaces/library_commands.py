@@ -77,9 +77,13 @@ def ls(context: typer.Context, as_json: JsonFlag = False) -> None:
 
 
 @library_app.command()
-def pull(context: typer.Context, ref: RefArgument) -> None:
-    """Fetch a model through the running node, by its id, and print the id."""
-    print(_pull(context.obj.settings(), ref))
+def pull(
+    context: typer.Context,
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A model's id, or hf:ORG/NAME[@REVISION].")],
+) -> None:
+    """Fetch a model by its id through the running node, or a checkpoint from the Hugging Face hub; print its id."""
+    settings = context.obj.settings()
+    print(_pull_from_hub(settings, ref) if ref.startswith("hf:") else _pull(settings, ref))
 
 
 @library_app.command()
@@ -162,6 +166,23 @@ def _pull(settings: Settings, ref: str) -> str:
     if not model:
         raise Unreachable("the node ended before the model had come; what came is kept, so pull again")
     return model
+
+
+def _pull_from_hub(settings: Settings, ref: str) -> str:
+    """A newer snapshot of a repository takes the name of the one before it."""
+    from kvasir_node.roles.hugging_face import fetch_checkpoint, parse_hub_ref
+    from kvasir_node.roles.library import open_library
+
+    wanted = parse_hub_ref(ref)
+    _, catalog = open_library(settings)
+    with _Percent() as percent:
+        folder = fetch_checkpoint(wanted, percent)
+    print(f"{ref} is at {folder}", file=sys.stderr)
+    before = catalog.find(wanted.name)
+    if before is not None and before.path is not None and before.path != folder and before.path.parent == folder.parent:
+        catalog.remove(before.model)
+    with _Percent() as percent:
+        return catalog.add(folder, name=wanted.name, progress=percent).model
 
 
 def _refuse_in_use(settings: Settings, model: str) -> None:

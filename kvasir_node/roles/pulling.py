@@ -90,7 +90,7 @@ class Puller:
         model = entry.model if entry is not None else _model_id(ref)
         if model is None:
             raise NotFoundError(
-                f"no model {ref!r} here, and it is not an id to fetch one by; hf:ORG/NAME is one of the Hugging Face hub",
+                f"no model {ref!r} here, and it is no id to fetch one by; hf:ORG/NAME is one of the Hugging Face hub",
                 param="model",
             )
         return await self.pull(model, hold, progress)

@@ -138,6 +138,41 @@ def test_a_step_of_which_one_lane_failed_can_be_repeated(folder, shard, alone, f
     assert seen == {n: alone[n] for n in range(4)}
 
 
+class Late(Meeting):
+    """A fork goes on only when the first one has failed."""
+
+    def __init__(self, shard, failed: threading.Event | None = None) -> None:
+        super().__init__(shard)
+        self.failed, self.is_first = failed or threading.Event(), failed is None
+        self.is_done = False
+
+    def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.is_first and self.fails:
+            self.failed.set()
+            raise ConnectionError("a worker went away")
+        if not self.is_first:
+            self.failed.wait(timeout=20)
+        self.is_done = layer == 2
+        return super().__call__(layer, rows, chosen, weights)
+
+    def fork(self) -> Late:
+        self.forks.append(Late(self.shard, self.failed))
+        return self.forks[-1]
+
+
+def test_no_lane_is_under_way_any_more_when_a_step_ends(folder, shard):
+    dispatch = Late(shard)
+    engine = Engine(load_trunk(folder, torch.float32, "cpu", dispatch), 2, CONTEXT, 64)
+    for job in jobs_of(2):
+        engine.join(job)
+    for _ in range(3):
+        engine.step()
+    engine.lanes, dispatch.fails = 2, True
+    with pytest.raises(ConnectionError):
+        engine.step()
+    assert dispatch.forks[0].is_done
+
+
 def test_bad_logits_in_one_lane_name_their_job_and_the_other_lane_goes_on(folder, shard, alone):
     engine = Engine(load_trunk(folder, torch.float32, "cpu", LocalDispatch(shard)), 2, CONTEXT, 64)
     engine.lanes = 2

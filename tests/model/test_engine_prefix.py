@@ -123,19 +123,31 @@ def test_a_slot_with_bad_numbers_is_never_a_source(made):
         assert tokens(events) == expected
 
 
-def test_leftovers_beyond_a_reused_beginning_never_reach_the_next_request(made):
-    """They are poisoned (NaN): masked keys take part in the arithmetic."""
+def test_leftovers_beyond_a_reused_beginning_never_reach_anybody(made):
+    """They are poisoned (NaN), and a neighbour is longer: keys that are masked take part in the arithmetic."""
     trunk, _ = made("qwen3_moe")
-    engine = Engine(trunk, 2, CONTEXT, 32)
-    prompt = prompt_of(5, 70)
-    expected = {number: solo(trunk, prompt + prompt_of(number, 3 + 9 * number)) for number in range(4)}
-    run(engine, job(9, prompt, 30))
-    for number in range(4):
-        for slot in range(2):
+    prompt, long = prompt_of(5, 70), prompt_of(7, 130)
+    prompts = {number: prompt + prompt_of(number, 3 + 9 * number) for number in range(4)}
+    expected = {number: solo(trunk, each) for number, each in prompts.items()}
+    engine = Engine(trunk, 3, CONTEXT, 32)
+    run(engine, job(8, prompt, 60), job(9, prompt + prompt_of(8, 60)))
+    engine.join(job(7, long, 100))
+    answers: dict[int, list[int]] = {number: [] for number in (*prompts, 7)}
+    for number, each in prompts.items():
+        for slot in engine._prefixes._free:
             for pool in (*engine._cache.keys.values(), *engine._cache.values.values()):
                 pool[slot, :, 70 : engine._prefixes._dirty[slot]] = float("nan")
-        (events,) = run(engine, job(number, prompt + prompt_of(number, 3 + 9 * number))).values()
-        assert tokens(events) == expected[number]
+        engine.join(job(number, each))
+        while len(answers[number]) < 12:
+            for event in engine.step():
+                answers[event.job_id].append(event.token)
+    while not engine.is_idle:
+        answers[7] += [event.token for event in engine.step()]
+    long_answer = answers.pop(7)
+    assert answers == expected
+    assert len(long_answer) == 100
+    assert long_answer[:12] == solo(trunk, long)
+    assert engine.reused_tokens >= 5 * 70
 
 
 def test_what_is_to_be_forgotten_is_computed_again(made):

@@ -17,7 +17,7 @@ from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.base.settings import CoordinatorSettings
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.engine import Engine
-from kvasir_node.model.experts import load_from_checkpoint
+from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
 from kvasir_node.model.jobs import Job
 from kvasir_node.model.trunk import LocalDispatch, load_trunk
 from kvasir_node.roles.library import demo_folder
@@ -119,6 +119,46 @@ def test_a_repeated_prefix_of_500_tokens_is_answered_in_a_quarter_of_the_time():
     median = statistics.median(ratios)
     print(f"500 shared tokens, then 20 others: x{median:.3f} of the first time to a token")
     assert median <= 0.25
+
+
+class FarDispatch(LocalDispatch):
+    """As if each layer's experts were a round trip away."""
+
+    def __init__(self, shard: ExpertShard, round_trip_s: float) -> None:
+        super().__init__(shard)
+        self._far, self._round_trip_s = shard, round_trip_s
+
+    def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._round_trip_s)
+        return super().__call__(layer, rows, chosen, weights)
+
+    def fork(self) -> FarDispatch:
+        return FarDispatch(self._far, self._round_trip_s)
+
+
+@pytest.mark.soak
+def test_lanes_compute_while_others_wait():
+    torch.set_num_threads(1)
+    checkpoint = open_checkpoint(demo_folder())
+    shard = load_from_checkpoint(checkpoint, checkpoint.experts, torch.float32)
+    for round_trip_s in (0.001, 0.003, 0.01):
+        dispatch = FarDispatch(shard, round_trip_s)
+        engine = Engine(load_trunk(demo_folder(), torch.float32, "cpu", dispatch), 16, 512, CHUNK)
+        for number in range(16):
+            engine.join(Job(number, prompt_of(number, 8), 500, GREEDY, frozenset()))
+        while engine._joining:
+            engine.step()
+        found = {}
+        for engine.lanes in (1, 2, 4):
+            times = []
+            for _ in range(30):
+                started = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - started)
+            found[engine.lanes] = statistics.median(times)
+        text = ", ".join(f"{n} lanes {s * 1000:.0f} ms (x{found[1] / s:.2f})" for n, s in found.items())
+        print(f"{round_trip_s * 1000:.0f} ms a layer, 16 jobs, per step: {text}")
+        assert found[2] < 1.25 * found[1]
 
 
 def serve_many(engine: Engine, first: int, count: int, rng: random.Random) -> int:

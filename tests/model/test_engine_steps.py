@@ -158,7 +158,7 @@ def test_lanes_compute_while_others_wait():
             found[engine.lanes] = statistics.median(times)
         text = ", ".join(f"{n} lanes {s * 1000:.0f} ms (x{found[1] / s:.2f})" for n, s in found.items())
         print(f"{round_trip_s * 1000:.0f} ms a layer, 16 jobs, per step: {text}")
-        assert found[2] < 1.25 * found[1]
+    assert found[2] < 1.25 * found[1]  # where waiting is most of it
 
 
 def serve_many(engine: Engine, first: int, count: int, rng: random.Random) -> int:

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from kvasir_node.base.errors import DataError
 from kvasir_node.model.expert_keys import ExpertKeys
 from kvasir_node.model.families import FAMILIES, REFUSED, Family
+from kvasir_node.model.lean_transformers import compiler_left_out
 from kvasir_node.model.maths import ExpertMaths
 
 LAYERS_MAX = 1024
@@ -165,7 +166,7 @@ def _parse(family: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _on_meta(family: str, config: Any, model_class: Any) -> nn.Module:
     try:
-        with torch.device("meta"):
+        with compiler_left_out(), torch.device("meta"):
             return model_class(config)
     except CONFIG_ERRORS as error:
         raise DataError(f"building a {family} by its config.json: {str(error)[:300]}") from error

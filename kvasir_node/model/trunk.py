@@ -27,6 +27,7 @@ from kvasir_node.model.cache import Lane, SlotCache
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.families import Family, Masks
+from kvasir_node.model.lean_transformers import compiler_left_out
 from kvasir_node.model.trunk_weights import decoded_trunk, needs_decoding
 
 # These rescale all rotations by the longest row of a batch, so that an answer would depend on its neighbours.
@@ -224,17 +225,18 @@ def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str,
     try:
         config.output_router_logits = False
         _check_config(config)
-        model, report = _without_experts(architecture.model_class, switch).from_pretrained(
-            None if is_decoded else checkpoint.path,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa" if architecture.model_class._supports_sdpa else "eager",
-            state_dict=decoded_trunk(checkpoint, dtype) if is_decoded else None,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported instead of raised: _check_report then says which
-        )
+        with compiler_left_out():
+            model, report = _without_experts(architecture.model_class, switch).from_pretrained(
+                None if is_decoded else checkpoint.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa" if architecture.model_class._supports_sdpa else "eager",
+                state_dict=decoded_trunk(checkpoint, dtype) if is_decoded else None,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported instead of raised: _check_report then says which
+            )
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise DataError(f"loading the trunk of {checkpoint.path.name}: {str(error)[:300]}") from error
     _check_report(checkpoint, model, report)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from model_checkpoints import make_checkpoint
 
+import kvasir_node.model  # noqa: F401  before a test imports transformers: all of them run as lean as a node does
+
 torch.set_num_threads(1)
 
 

@@ -6,9 +6,11 @@ It does not know bytes, streams or disks: events tell it what happened, it answe
    `in_flight_max` blocks to answer.
 2. A block that came bad is not asked of that provider again while another one may have it. A provider with several
    bad blocks is left; the last one only when most of what it sends is bad.
-3. A failed request pauses its provider, twice as long each time; after several in a row the provider is left.
+3. A failed request pauses its provider, twice as long each time; then it owes one block until one has come, and after
+   several failures in a row the provider is left.
 4. When nothing new is left to ask, a provider with room is asked for blocks that others owe for too long
-   (`late_factor` × the typical time of a block), so the slowest does not hold back the end.
+   (`late_factor` × the typical time of a block), or that it would bring well before them, going by what each took
+   lately: so the slowest does not hold back the end. One that takes `late_factor` × the typical time owes one block.
 5. After `attempts_max` failed tries, a block is asked only of providers that were not tried for it yet.
 6. When a block cannot come any more (nobody left to ask for it), the whole download gives up.
 7. A provider that said "not here" `scarce_after` times in a row has one request at a time, from the other end of what
@@ -40,12 +42,14 @@ class FetchLimits:
     pause_max_s: float = 5.0
     late_factor: float = 4.0  # a block is late after this × the typical time ...
     late_floor_s: float = 0.25  # ... but never before this
+    overtake_factor: float = 2.0  # × its own typical time: how soon a provider must bring what another one owes
     typical_first_s: float = 1.0  # the typical time of a block until one has arrived
 
 
 COPIES_MAX = 2  # providers that owe us the same block at once
 SCAN_MAX = 256  # waiting blocks looked at for one provider at one event
-RECENT = 31  # arrivals that the typical time is the median of
+RECENT = 31  # arrivals that the typical time is the median of ...
+RECENT_OF_ONE = 7  # ... and those for a single provider's
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,12 @@ class _Provider:
     missing: int = 0  # in a row
     failures: int = 0  # in a row
     resume_at: float = float("-inf")
+    took_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=RECENT_OF_ONE))
+    typical_s: float | None = None
+
+    def note_took(self, took_s: float) -> None:
+        self.took_s.append(took_s)
+        self.typical_s = median_low(self.took_s)
 
 
 class Fetch:
@@ -204,6 +214,7 @@ class Fetch:
         self._left: set[PeerId] = set()
         self._met_any = False
         self._took_s: deque[float] = deque(maxlen=RECENT)
+        self._typical_s = limits.typical_first_s
         self._over = False
 
     @property
@@ -277,11 +288,14 @@ class Fetch:
         return Leave(provider, reason)
 
     def _take(self, provider: PeerId, cid: Cid, now: float) -> None:
-        block = self._blocks.get(cid)
+        block, known = self._blocks.get(cid), self._providers.get(provider)
         if block is not None and provider in block.asked_at:
-            self._took_s.append(now - block.asked_at[provider])
+            took_s = now - block.asked_at[provider]
+            self._took_s.append(took_s)
+            self._typical_s = median_low(self._took_s)
+            if known is not None:
+                known.note_took(took_s)
         self._unask(provider, cid)
-        known = self._providers.get(provider)
         if known is not None:
             known.good += 1
             known.missing = 0
@@ -403,6 +417,10 @@ class Fetch:
             if provider.owes:
                 return ()
             waiting = reversed(self._waiting)
+        if self._is_slow(provider) or provider.failures:
+            if provider.owes:
+                return ()
+            room = 1
         fresh = (cid for cid in islice(waiting, SCAN_MAX) if self._may_ask(name, self._blocks[cid]))
         return tuple(islice(fresh, room)) or tuple(islice(self._late(name, now), room))
 
@@ -412,10 +430,23 @@ class Fetch:
             if (
                 name not in block.asked_at
                 and len(block.asked_at) < COPIES_MAX
-                and self._late_at(block) <= now
+                and (self._late_at(block) <= now or self._overtakes(name, block, now))
                 and self._may_ask(name, block)
             ):
                 yield cid
+
+    def _is_slow(self, provider: _Provider) -> bool:
+        return provider.typical_s is not None and provider.typical_s > self._limits.late_factor * self._typical_s
+
+    def _overtakes(self, name: PeerId, block: _Block, now: float) -> bool:
+        own_s = self._providers[name].typical_s
+        if own_s is None:
+            return False
+        for owner, asked_at in block.asked_at.items():
+            their_s = self._providers[owner].typical_s
+            if their_s is None or now + self._limits.overtake_factor * own_s >= asked_at + their_s:
+                return False
+        return True
 
     def _may_ask(self, name: PeerId, block: _Block) -> bool:
         if name in block.missing_at or (block.attempts >= self._limits.attempts_max and name in block.tried):
@@ -426,5 +457,4 @@ class Fetch:
 
     def _late_at(self, block: _Block) -> float:
         # The one place for this sum: a caller that compared differences instead could sleep past the moment.
-        typical_s = median_low(self._took_s) if self._took_s else self._limits.typical_first_s
-        return min(block.asked_at.values()) + max(self._limits.late_floor_s, self._limits.late_factor * typical_s)
+        return min(block.asked_at.values()) + max(self._limits.late_floor_s, self._limits.late_factor * self._typical_s)

@@ -222,6 +222,30 @@ def test_a_tick_at_the_time_it_was_asked_for_is_never_too_early():
         assert asked(fetch.handle(Tick(), wake_at)) == [(BOB, CIDS[0])]
 
 
+def test_what_a_slow_provider_owes_is_overtaken_before_it_is_late_and_it_owes_one_block():
+    limits = FetchLimits(in_flight_max=2, ask_max=1, late_floor_s=100.0)
+    fetch, commands = started(14, ANN, BOB, limits=limits)
+    assert asked(commands) == [(ANN, CIDS[0]), (BOB, CIDS[1]), (ANN, CIDS[2]), (BOB, CIDS[3])]
+    for number in range(8):  # quick ones
+        (owed, *_) = fetch.owed_by(BOB)
+        assert asked(fetch.handle(BlockArrived(BOB, owed), 0.1 * number))[0] == (BOB, CIDS[4 + number])
+    assert fetch.handle(BlockArrived(ANN, CIDS[0]), 5.0) == []  # it owes CIDS[2] still, and shall have no more
+    assert asked(fetch.handle(BlockArrived(ANN, CIDS[2]), 5.1)) == [(ANN, CIDS[12])]
+    assert asked(fetch.handle(BlockArrived(BOB, CIDS[10]), 5.2)) == [(BOB, CIDS[13])]
+    commands = fetch.handle(BlockArrived(BOB, CIDS[11]), 5.3)  # what ANN was asked for at 5.1 comes at 10.1
+    assert asked(commands) == [(BOB, CIDS[12])]
+    fetch.handle(BlockArrived(BOB, CIDS[12]), 5.4)
+    assert fetch.handle(BlockArrived(BOB, CIDS[13]), 5.4) == [Done()]
+
+
+def test_equals_do_not_overtake_one_another():
+    limits = FetchLimits(in_flight_max=1, ask_max=1, late_floor_s=100.0)
+    fetch, _ = started(3, ANN, BOB, limits=limits)
+    fetch.handle(BlockArrived(ANN, CIDS[0]), 1.0)
+    assert fetch.handle(BlockArrived(BOB, CIDS[1]), 1.1) == []
+    assert fetch.owed_by(ANN) == CIDS[2:3]
+
+
 def test_nothing_happens_before_a_provider_joins():
     fetch = Fetch(LIMITS)
     assert fetch.handle(BlocksWanted(CIDS[:2]), 0.0) == []

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
+import shutil
+import statistics
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
+import psutil
 import pytest
 import trio
 from test_content import SETTINGS, add_blob
@@ -24,6 +30,8 @@ from kvasir_node.wire.messages import BLOCKS_PROTOCOL
 
 SIZE = 300 * 1000 * 1000
 BLOCK_BYTES = 1 << 20
+GROWN_BYTES_MAX = 128 << 20
+PAIRS = 7
 LISTEN = replace(NetworkSettings(), listen=("/ip4/127.0.0.1/tcp/0",))
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -47,8 +55,24 @@ class Provider:
             await self.end.wait()
 
 
+class MemoryWatch:
+    """The most memory that this process had above what it had at first, looked at a hundred times a second."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide growth
+        self._process = psutil.Process()
+        self._first_bytes = self._process.memory_info().rss
+        self.grown_bytes = 0
+
+    async def run(self) -> None:
+        while True:
+            self.grown_bytes = max(self.grown_bytes, self._process.memory_info().rss - self._first_bytes)
+            await trio.sleep(0.01)
+
+
 async def fetch(
-    folder: Path, source: BlockStore, blob: BlobRef, servers: dict[str, BlockServer]
+    folder: Path, source: BlockStore, blob: BlobRef, servers: dict[str, BlockServer], watch: MemoryWatch | None = None
 ) -> tuple[float, FetchTally]:
     """Seconds that the fetch took; a provider named victim dies when half of it is here."""
     tally, store = FetchTally(), BlockStore(folder / "own")
@@ -65,11 +89,14 @@ async def fetch(
                 providers["victim"].end.set()
 
         nursery.start_soon(kill_half_way)
+        if watch is not None:
+            nursery.start_soon(watch.run)
         began = perf_counter()
         await Fetcher(open_block_calls(own), store, SETTINGS, tally).fetch_blobs(peers, [blob])
         took_s = perf_counter() - began
         for provider in providers.values():
             provider.end.set()
+        nursery.cancel_scope.cancel()
     assert await trio.to_thread.run_sync(read_blob, store, blob) == await trio.to_thread.run_sync(
         read_blob, source, blob
     )
@@ -83,16 +110,35 @@ async def test_law_6_faulty_providers_cost_a_fifth_at_most_and_never_a_wrong_byt
     liar = OnePercentServer(source)
     liar._run_blocking = BlockServer(source)._run_blocking
     healthy_s, faulty_s = [], []
-    for number in range(5):
-        for name in ("a", "b"):
-            (tmp_path / f"{name}{number}").mkdir()
-        took_s, _ = await fetch(tmp_path / f"a{number}", source, blob, healthy)
-        healthy_s.append(took_s)
-        slow = BlockServer(source, throttle=Throttle(SIZE / 2 / took_s / 50))
-        faulty = {"victim": BlockServer(source), "liar": liar, "slow": slow, **healthy}
-        took_s, tally = await fetch(tmp_path / f"b{number}", source, blob, faulty)
+
+    async def timed(name: str, servers: dict[str, BlockServer]) -> tuple[float, FetchTally]:
+        (tmp_path / name).mkdir()
+        took_s, tally = await fetch(tmp_path / name, source, blob, servers)
+        shutil.rmtree(tmp_path / name)
+        return took_s, tally
+
+    healthy_s.append((await timed("healthy", healthy))[0])
+    for _ in range(PAIRS):
+        slow = BlockServer(source, throttle=Throttle(SIZE / 2 / healthy_s[-1] / 50))
+        took_s, tally = await timed("faulty", {"victim": BlockServer(source), "liar": liar, "slow": slow, **healthy})
         faulty_s.append(took_s)
-        print(f"healthy {healthy_s[-1]:.2f} s, faulty {took_s:.2f} s, wasted {tally.bytes_wasted / SIZE:.3f}")
+        healthy_s.append((await timed("healthy", healthy))[0])
         assert tally.bytes_wasted < 0.05 * SIZE
-    # The best of each, as all share one interpreter with whatever else the machine does.
-    assert min(faulty_s) <= 1.2 * min(healthy_s), (healthy_s, faulty_s)
+    # Each beside the healthy runs before and after it, as the machine may have other work.
+    ratios = [2 * faulty / sum(around) for faulty, around in zip(faulty_s, pairwise(healthy_s), strict=True)]
+    print("healthy", *(f"{each:.2f}" for each in healthy_s), "faulty", *(f"{each:.2f}" for each in faulty_s))
+    print(f"median x{statistics.median(ratios):.2f} of", *(f"{each:.2f}" for each in ratios))
+    assert statistics.median(ratios) <= 1.2, ratios
+
+
+async def test_law_7_a_fetch_of_300_mb_takes_little_memory(tmp_path):
+    """Both ends in this process: blocks in flight, windows, and what disk threads hold."""
+    source = BlockStore(tmp_path / "source")
+    blob = add_blob(source, random_content(), BLOCK_BYTES)
+    (tmp_path / "warm").mkdir()
+    await fetch(tmp_path / "warm", source, blob, {"healthy1": BlockServer(source)})
+    (tmp_path / "watched").mkdir()
+    watch = MemoryWatch()
+    await fetch(tmp_path / "watched", source, blob, {name: BlockServer(source) for name in ("a", "b")}, watch)
+    print(f"grown by {watch.grown_bytes / 2**20:.0f} MiB")
+    assert watch.grown_bytes < GROWN_BYTES_MAX

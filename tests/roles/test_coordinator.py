@@ -304,3 +304,23 @@ async def test_law_1_what_a_liar_may_have_computed_is_not_copied_into_other_prom
             await room.ask(2)
         await room.until(lambda: room.coordinator._mismatches > 0, "that the coordinator noticed")
         assert await reused() == 0
+
+
+async def test_law_1_lanes_over_a_worker_change_no_answer(manifest, whole, expected):
+    async with open_room(manifest, whole, fanout__when="always", coordinator__slots=4) as room:
+        worker = await room.worker()
+        await room.until_proven(8)
+        room.coordinator._engine.lanes = 2
+        asked, before = len(worker.requests), room.coordinator.dispatch.counters.remote
+        texts: list[str] = []
+
+        async def ask() -> None:
+            texts.append((await room.ask())[0])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(ask)
+        assert texts == [expected] * 4
+        assert len(worker.requests) > asked
+        assert room.coordinator.dispatch.counters.remote > before
+        assert room.coordinator.fanout_snapshot().lanes == 2

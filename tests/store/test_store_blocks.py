@@ -123,6 +123,41 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(store, tmp_path):
     assert store.get(cid_of(data)) == data
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()[:80]}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_without_space_keeps_what_is_whole_and_takes_more_once_there_is_room(small_disk):
+    store = BlockStore(small_disk)
+    blocks = [n.to_bytes(4, "big") * 25_000 for n in range(11)]  # 100,000 bytes each
+    stored = []
+
+    def fill() -> None:
+        for data in blocks:
+            store.put(cid_of(data), data)
+            stored.append(data)
+
+    with pytest.raises(CapacityError, match="No space left on device; free some disk space"):
+        fill()
+    assert 8 <= len(stored) < 11
+    assert sorted(cid for cid, _ in store.own()) == sorted(map(cid_of, stored))
+    assert all(store.get(cid_of(data)) == data for data in stored)
+    assert sum(path.is_file() for path in small_disk.rglob("*")) == len(stored)
+    store.delete(cid_of(stored[0]))
+    store.put(cid_of(blocks[-1]), blocks[-1])
+    assert store.get(cid_of(blocks[-1])) == blocks[-1]
+
+
 WRITER = """
 import sys
 from pathlib import Path

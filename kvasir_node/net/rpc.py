@@ -253,7 +253,8 @@ class CallStream:
     def _forget_call(self, call_id: int) -> bool:
         """Of a call that is no longer pending; whether it had been sent."""
         self._deadlines.pop(call_id, None)
-        self._unsent.pop(call_id, None)
+        if self._unsent:
+            self._unsent.pop(call_id, None)
         self._assembler.displace(call_id)
         return self._credits.give_back(call_id)
 
@@ -392,7 +393,8 @@ class CallStream:
                 text = f"{self.peer} answered with {frame.dropped_bytes} bytes, for which the caller has no room"
                 result = Misbehaved(RejectReason.TOO_LARGE, text)
             deliver(result)
-            self._send_waiting()
+            if self._unsent:
+                self._send_waiting()
         elif frame.id in self._cancelled:
             del self._cancelled[frame.id]
         elif frame.id >= self._forgotten_below:

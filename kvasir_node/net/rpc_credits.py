@@ -183,7 +183,8 @@ class Served:
             raise Misbehaved(RejectReason.TOO_MANY, f"{text} {self.grant.calls} calls and {self.grant.bytes} bytes")
         self.sizes[call_id] = size_bytes
         self._bytes += size_bytes
-        self.peak = max(self.peak, len(self.sizes))
+        if len(self.sizes) > self.peak:
+            self.peak = len(self.sizes)
 
     def over(self, call_id: int) -> bool:
         """Answered or cancelled; False when it was over already."""

@@ -148,7 +148,7 @@ class FrameAssembler:
 
     def displace(self, call_id: int) -> None:
         """The call is over: nothing more is written to its buffer, also when its RESULT is half here."""
-        if self._places.pop(call_id, None) is None:
+        if not self._places or self._places.pop(call_id, None) is None:
             return
         if self._frame is not None and self._frame.kind is Kind.RESULT and self._frame.id == call_id:
             self._frame = self._frame._replace(body=_NOTHING, dropped_bytes=self._body_bytes)

@@ -81,6 +81,7 @@ class OwnExperts:
         self._room = max(1, borrowed_bytes_max // shard.expert_bytes)
         self._loans: OrderedDict[ExpertId, _Loan] = OrderedDict()  # longest unused first
         self._lending = threading.Lock()  # of `_loans` and what is in the shard on their account; held for moments
+        self._leaving: ExpertId | None = None  # not held any more, but somebody may still compute with it
         self._computing = Quiescence()
         self.loads = 0
 
@@ -112,7 +113,7 @@ class OwnExperts:
         """
         if layer in self._complete:
             return self._shard.compute(layer, rows, pair_row, pair_expert, pair_weight)
-        needed = set(pair_expert.unique().tolist())
+        needed = set(pair_expert.tolist())
         with self._computing.use():  # what is held now stays until this ends
             held = self._held[layer]
             missing = sorted(needed - held)
@@ -148,10 +149,12 @@ class OwnExperts:
                 del self._loans[expert]
 
     def give_up(self, expert: ExpertId) -> None:
-        """Holds an expert no longer; waits for those who compute with it."""
+        """Holds an expert no longer; waits for those who compute with it. One thread at a time keeps and gives up."""
+        self._leaving = expert
         self._held[expert.layer] -= {expert.index}
         self._computing.settle()
         with self._lending:  # somebody who found it gone may have begun to borrow it
+            self._leaving = None
             if expert not in self._loans:
                 self._shard.remove(expert)
 
@@ -179,8 +182,11 @@ class OwnExperts:
     ) -> torch.Tensor:
         """As many missing experts at once as there is room for, those held with the first."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        everything = len(missing)
         while missing:
             with self._lent([ExpertId(layer, index) for index in missing]) as count:
+                if count == everything:
+                    return self._shard.compute(layer, rows, pair_row, pair_expert, pair_weight)
                 group = torch.tensor([*missing[:count], *own], device=rows.device)
                 mine = torch.isin(pair_expert, group)
                 total += self._shard.compute(layer, rows, pair_row[mine], pair_expert[mine], pair_weight[mine])
@@ -235,7 +241,8 @@ class OwnExperts:
             if unused is None:
                 return False
             del self._loans[unused]
-            self._shard.remove(unused)
+            if unused != self._leaving:
+                self._shard.remove(unused)
         return True
 
     def _read_in(self, expert: ExpertId, loan: _Loan) -> None:

@@ -181,6 +181,9 @@ def test_what_is_given_up_stays_until_those_who_compute_with_it_have_ended(tmp_p
     giving_up = in_thread(lambda: own.give_up(ExpertId(0, 3)))
     giving_up.join(0.05)
     assert giving_up.is_alive()
+    for index in (3, 4, 6):  # another thread borrows it meanwhile, and it makes room for others
+        one_pair(own, index)
+    assert ExpertId(0, 3) not in own._loans
     assert own._shard.holds(ExpertId(0, 3))
     own.held_back[5].set()
     for thread in (computing, giving_up):

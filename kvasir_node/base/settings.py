@@ -32,7 +32,7 @@ class NodeSettings:
     data_dir: str = ""  # empty = $XDG_DATA_HOME/kvasir-node
     profile: str = "local"  # local | lan | wan: a set of defaults for the distances of the swarm
     device: str = "auto"  # auto | cpu | cuda:N
-    threads: int = 1  # torch threads of each computing thread
+    threads: int = 0  # that compute one thing together; 0 = half the logical processors
     drain_timeout_s: float = 20 * SECONDS  # SIGTERM: how long running answers may take to finish
 
 
@@ -179,6 +179,7 @@ _MAY_BE_ZERO = {
     "coordinator.queue",
     "coordinator.context",
     "coordinator.memory_bytes",
+    "node.threads",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",
     "store.quota_bytes",

@@ -18,6 +18,7 @@ from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.model.checkpoint import Checkpoint
 from kvasir_node.model.engine import Engine, Job
 from kvasir_node.model.experts import load_from_checkpoint
+from kvasir_node.model.threads import Threads
 from kvasir_node.model.trunk import ExpertDispatch, LocalDispatch, RowTally, Trunk, load_trunk
 
 Prompt = tuple[int, ...]
@@ -60,7 +61,8 @@ class EngineBench:
         self._prefill_chunk = prefill_chunk
         # Requests whose prompts come first answer while the prompts of the others are computed.
         self._context = tokens_max + slots * -(-tokens_max // prefill_chunk) + 1
-        self._shard = load_from_checkpoint(checkpoint, checkpoint.experts, dtype)
+        self._threads = Threads(torch.get_num_threads())
+        self._shard = load_from_checkpoint(checkpoint, checkpoint.experts, dtype, threads=self._threads)
         self._local = LocalDispatch(self._shard)
         self._engine, self._trunk = self._open_engine(self._local)
 
@@ -122,7 +124,7 @@ class EngineBench:
         return self._trunk.nbytes - embedding * self._trunk.dtype.itemsize
 
     def _open_engine(self, dispatch: ExpertDispatch) -> tuple[Engine, Trunk]:
-        trunk = load_trunk(self._checkpoint.path, self._shard.dtype, "cpu", dispatch)
+        trunk = load_trunk(self._checkpoint.path, self._shard.dtype, "cpu", dispatch, self._threads)
         engine = Engine(
             trunk,
             self._slots,

@@ -41,6 +41,10 @@ class ExpertWeights:
     up_bias: torch.Tensor | None  # [2I] or [I]
     down_bias: torch.Tensor | None  # [D]
 
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        biases = (None if bias is None else bias.to(dtype) for bias in (self.up_bias, self.down_bias))
+        return ExpertWeights(self.up.to(dtype), self.down.to(dtype), *biases)
+
 
 def part_name(matrix: str, piece: str) -> str:
     return f"{matrix}_{piece}" if piece else matrix
@@ -124,9 +128,10 @@ def decode(
     hidden_size: int,
     expert_hidden_size: int,
     dtype: torch.dtype,
+    bias_dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
-    """Matrices of their own in `dtype` on `device`; the parts may be reused. Raises DataError as `check_parts`."""
+    """Matrices and biases of their own on `device`; the parts may be reused. Raises DataError as `check_parts`."""
     specs = {name: (_SPELLINGS.get(t.dtype, str(t.dtype)), tuple(t.shape), t.nbytes) for name, t in parts.items()}
     check_parts(maths, specs, hidden_size, expert_hidden_size)
 
@@ -141,8 +146,8 @@ def decode(
     up = _gate_first(maths, [matrix(name) for name in ups])
     up_bias = _gate_first(maths, [bias(name) for name in ups]) if maths.bias else None
     down, down_bias = matrix("down"), bias("down") if maths.bias else None
-    own = (None if t is None else _own(t, dtype, device) for t in (up, down, up_bias, down_bias))
-    return ExpertWeights(*own)  # type: ignore[arg-type]
+    biases = (None if bias is None else _own(bias, bias_dtype, device) for bias in (up_bias, down_bias))
+    return ExpertWeights(_own(up, dtype, device), _own(down, dtype, device), *biases)
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear
@@ -17,13 +18,60 @@ from torch.nn.functional import linear
 from kvasir_node.base.errors import BugError, DataError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import Checkpoint
+from kvasir_node.model.expert_kernel import COLUMNS, ExpertKernel
 from kvasir_node.model.expert_parts import ExpertWeights, decode
+from kvasir_node.model.kernel_weights import addresses, form_of
 from kvasir_node.model.maths import ExpertMaths
-from kvasir_node.model.tensor_file import read_tensor
+from kvasir_node.model.tensor_file import TensorSpec, read_tensor
+from kvasir_node.model.threads import ONE_THREAD, Threads
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What is held of a layer, and where it lies: a table as in `expert_kernel`, of zeros for what is not held."""
+
+    experts: Mapping[int, ExpertWeights]
+    table: torch.Tensor
+
+    def with_expert(self, index: int, weights: ExpertWeights) -> _Layer:
+        table = torch.zeros(max(len(self.table), index + 1), COLUMNS, dtype=torch.int64)
+        table[: len(self.table)] = self.table
+        table[index] = torch.tensor(addresses(weights))
+        return _Layer({**self.experts, index: weights}, table)
+
+    def without(self, index: int) -> _Layer:
+        table = self.table.clone()
+        table[index : index + 1] = 0
+        return _Layer({i: weights for i, weights in self.experts.items() if i != index}, table)
+
+
+_NOTHING = _Layer({}, torch.zeros(0, COLUMNS, dtype=torch.int64))
+
+
+def stored_dtype(
+    maths: ExpertMaths,
+    hidden_size: int,
+    expert_hidden_size: int,
+    parts: Iterable[TensorSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.dtype:
+    """In which dtype a shard that computes in `dtype` should keep experts of these parts.
+
+    bfloat16 weights are kept as they are where a kernel multiplies them by float32 rows: the results are those of
+    float32 weights at half the memory and, as reading them is what takes the time, twice the speed.
+    """
+    is_bfloat16 = all(part[0] == "BF16" for part in parts)
+    has_kernel = form_of(maths, hidden_size, expert_hidden_size, torch.bfloat16, device) is not None
+    return torch.bfloat16 if is_bfloat16 and has_kernel else dtype
 
 
 class ExpertShard:
-    """The weights of a set of experts, kept in one compute dtype on one device."""
+    """The weights of a set of experts on one device.
+
+    Computes in `dtype`: on a CPU by a kernel for most families, whose sums are in float32 whatever the dtype, else by
+    torch. Keeps weights as `stored`, `dtype` unless told otherwise; another one is only for what `stored_dtype` allows.
+    """
 
     def __init__(
         self,
@@ -32,15 +80,22 @@ class ExpertShard:
         expert_hidden_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        stored: torch.dtype | None = None,
+        threads: Threads = ONE_THREAD,
     ) -> None:
         self.maths = ExpertMaths.from_dict(maths.to_dict())
         self.hidden_size = hidden_size
         self.expert_hidden_size = expert_hidden_size
         self.dtype = dtype
         self.device = torch.device(device)
+        self.stored = stored or dtype
+        form = form_of(self.maths, hidden_size, expert_hidden_size, self.stored, self.device)
+        self._kernel = None if form is None else ExpertKernel(form, threads)
+        self._bias_dtype = self.stored if form is None else torch.float32
         self._writing = threading.Lock()
         # Replaced as a whole by writers, so that a computing thread keeps the layer it started with.
-        self._layers: dict[int, dict[int, ExpertWeights]] = {}
+        self._layers: dict[int, _Layer] = {}
 
     def add(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the parts of an expert as its checkpoint stores them; they are decoded or copied.
@@ -48,36 +103,44 @@ class ExpertShard:
         Raises DataError when a part is missing, misshapen or in a form that these maths do not have.
         """
         try:
-            weights = decode(self.maths, tensors, self.hidden_size, self.expert_hidden_size, self.dtype, self.device)
+            weights = decode(
+                self.maths,
+                tensors,
+                self.hidden_size,
+                self.expert_hidden_size,
+                self.stored,
+                self._bias_dtype,
+                self.device,
+            )
         except DataError as error:
             raise DataError(f"expert {expert.index} of layer {expert.layer}: {error}") from error
         with self._writing:
-            layer = {**self._layers.get(expert.layer, {}), expert.index: weights}
+            layer = self._layers.get(expert.layer, _NOTHING).with_expert(expert.index, weights)
             self._layers = {**self._layers, expert.layer: layer}
 
     def remove(self, expert: ExpertId) -> None:
         """Forgets an expert; one that is not held is ignored."""
         with self._writing:
-            layer = {i: m for i, m in self._layers.get(expert.layer, {}).items() if i != expert.index}
+            layer = self._layers.get(expert.layer, _NOTHING).without(expert.index)
             self._layers = {**self._layers, expert.layer: layer}
 
     def holds(self, expert: ExpertId) -> bool:
-        return expert.index in self._layers.get(expert.layer, ())
+        return expert.index in self._layers.get(expert.layer, _NOTHING).experts
 
     def held(self, layer: int) -> frozenset[int]:
-        return frozenset(self._layers.get(layer, ()))
+        return frozenset(self._layers.get(layer, _NOTHING).experts)
 
     @property
     def expert_bytes(self) -> int:
-        """Memory of one expert in the compute dtype."""
+        """Memory of one expert."""
         up_rows = self.maths.up_rows(self.expert_hidden_size)
         weights = up_rows * self.hidden_size + self.hidden_size * self.expert_hidden_size
         biases = up_rows + self.hidden_size if self.maths.bias else 0
-        return (weights + biases) * self.dtype.itemsize
+        return weights * self.stored.itemsize + biases * self._bias_dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.expert_bytes * sum(len(layer) for layer in self._layers.values())
+        return self.expert_bytes * sum(len(layer.experts) for layer in self._layers.values())
 
     @torch.no_grad()
     def compute(
@@ -97,6 +160,33 @@ class ExpertShard:
         """
         if pair_row.shape[0] == 0:
             return rows.new_zeros(rows.shape, dtype=torch.float32)
+        if self._kernel is not None:
+            return self._by_kernel(self._kernel, layer, rows, pair_row, pair_expert, pair_weight)
+        return self._by_torch(layer, rows, pair_row, pair_expert, pair_weight)
+
+    def _by_kernel(
+        self,
+        kernel: ExpertKernel,
+        layer: int,
+        rows: torch.Tensor,
+        pair_row: torch.Tensor,
+        pair_expert: torch.Tensor,
+        pair_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        held = self._layers.get(layer, _NOTHING)  # keeps the weights alive meanwhile
+        sums = kernel.sums(held.table, rows, pair_row, pair_expert, pair_weight)
+        if isinstance(sums, int):
+            raise _not_held(layer, sums)
+        return sums
+
+    def _by_torch(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        pair_row: torch.Tensor,
+        pair_expert: torch.Tensor,
+        pair_weight: torch.Tensor,
+    ) -> torch.Tensor:
         order = torch.argsort(pair_expert, stable=True)
         pair_row, pair_weight = pair_row[order], pair_weight[order]
         experts, counts = torch.unique_consecutive(pair_expert[order], return_counts=True)
@@ -118,7 +208,7 @@ class ExpertShard:
         """The slow, obvious version that `compute` is held to: one pair after the other."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for row, index, weight in zip(pair_row.tolist(), pair_expert.tolist(), pair_weight.tolist(), strict=True):
-            expert = self._weights(layer, index)
+            expert = self._weights(layer, index).to(self.dtype)
             inner = expert.up @ rows[row].to(self.dtype)
             inner = inner if expert.up_bias is None else inner + expert.up_bias
             output = expert.down @ self.maths.gated(inner)
@@ -132,9 +222,13 @@ class ExpertShard:
 
     def _weights(self, layer: int, index: int) -> ExpertWeights:
         try:
-            return self._layers[layer][index]
+            return self._layers[layer].experts[index]
         except KeyError:
-            raise BugError(f"expert {index} of layer {layer} was to be computed here but is not held") from None
+            raise _not_held(layer, index) from None
+
+
+def _not_held(layer: int, index: int) -> BugError:
+    return BugError(f"expert {index} of layer {layer} was to be computed here but is not held")
 
 
 def load_from_checkpoint(
@@ -142,9 +236,13 @@ def load_from_checkpoint(
     experts: Iterable[ExpertId],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    threads: Threads = ONE_THREAD,
 ) -> ExpertShard:
     """Reads experts by byte range into a new shard; only one expert's file bytes are in memory at a time."""
-    shard = ExpertShard(checkpoint.maths, checkpoint.hidden_size, checkpoint.expert_hidden_size, dtype, device)
+    sizes = checkpoint.maths, checkpoint.hidden_size, checkpoint.expert_hidden_size
+    parts = {tensor.spec for expert in checkpoint.experts.values() for tensor in expert.values()}
+    stored = stored_dtype(*sizes, parts, dtype, torch.device(device))
+    shard = ExpertShard(*sizes, dtype, device, stored=stored, threads=threads)
     for expert in experts:
         if expert not in checkpoint.experts:
             raise DataError(f"{checkpoint.path.name} has no expert {expert.index} in layer {expert.layer}")

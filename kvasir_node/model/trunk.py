@@ -27,7 +27,9 @@ from kvasir_node.model.cache import Lane, SlotCache
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.families import Family, Masks
+from kvasir_node.model.fused import FusedModel, fits_cache, fused_model
 from kvasir_node.model.lean_transformers import compiler_left_out
+from kvasir_node.model.threads import ONE_THREAD, Threads
 from kvasir_node.model.trunk_weights import decoded_trunk, needs_decoding
 
 # These rescale all rotations by the longest row of a batch, so that an answer would depend on its neighbours.
@@ -134,13 +136,20 @@ class Trunk:
     """A loaded trunk. One forward at a time; `fork` gives another one of the same weights for a forward beside it."""
 
     def __init__(
-        self, model: nn.Module, config: Any, traits: Family, dispatch: ExpertDispatch, switch: _Switch
+        self,
+        model: nn.Module,
+        config: Any,
+        traits: Family,
+        dispatch: ExpertDispatch,
+        switch: _Switch,
+        fused: FusedModel | None = None,
     ) -> None:
         self._model = model
         self._config = config
         self._traits = traits
         self._dispatch = dispatch
         self._switch = switch
+        self._fused = fused
         self._window: int | None = getattr(config, "sliding_window", None) or None
         # Eager attention adds its mask to the scores; sdpa takes a bool one.
         self._adds_masks = config._attn_implementation == "eager"
@@ -150,6 +159,11 @@ class Trunk:
         self.vocab_size: int = config.vocab_size
         self.context_max: int = config.max_position_embeddings
         self.splits_prompts = traits.splits_prompts
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether forwards go by kernels instead of transformers' code."""
+        return self._fused is not None
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +179,7 @@ class Trunk:
 
     def fork(self) -> Trunk:
         """The same weights with a dispatch of its own, for a forward that is under way at the same time."""
-        return Trunk(self._model, self._config, self._traits, self._dispatch.fork(), self._switch)
+        return Trunk(self._model, self._config, self._traits, self._dispatch.fork(), self._switch, self._fused)
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, RowTally]:
@@ -175,7 +189,17 @@ class Trunk:
         Recurrent states move on when the caller calls `lane.commit`. Raises what the dispatch raises.
         """
         self._dispatch.begin(tokens.numel())
-        return self._run(tokens, lane, self._dispatch), self._dispatch.tally()
+        if self._fused is not None and fits_cache(lane.pools):
+            logits = self._run_fused(self._fused, tokens, lane)
+        else:
+            logits = self._run(tokens, lane, self._dispatch)
+        return logits, self._dispatch.tally()
+
+    def _run_fused(self, fused: FusedModel, tokens: torch.Tensor, lane: Lane) -> torch.Tensor:
+        count, each = tokens.shape
+        slots = lane.rows if each == 1 else lane.rows.repeat_interleave(each)
+        last = range(each - 1, count * each, each)
+        return fused.forward(tokens.reshape(-1), slots, lane.positions.reshape(-1), last, lane.pools, self._dispatch)
 
     def _run(self, tokens: torch.Tensor, lane: Lane, dispatch: ExpertDispatch | _NoExperts) -> torch.Tensor:
         self._switch.current = dispatch
@@ -209,7 +233,13 @@ class Trunk:
         )
 
 
-def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str, dispatch: ExpertDispatch) -> Trunk:
+def load_trunk(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dispatch: ExpertDispatch,
+    threads: Threads = ONE_THREAD,
+) -> Trunk:
     """Loads all of a checkpoint but its routed experts; the weights stay mapped files until they are touched, unless
     they are quantised.
 
@@ -240,7 +270,12 @@ def load_trunk(path: str | Path, dtype: torch.dtype, device: torch.device | str,
     except (*CONFIG_ERRORS, SafetensorError) as error:
         raise DataError(f"loading the trunk of {checkpoint.path.name}: {str(error)[:300]}") from error
     _check_report(checkpoint, model, report)
-    return Trunk(model.to(torch.device(device)).eval(), config, architecture.traits, dispatch, switch)
+    model = model.to(torch.device(device)).eval()
+    fused = None
+    if architecture.traits.masks is not Masks.BY_TYPE:
+        window = config.sliding_window if architecture.traits.masks is Masks.WINDOW else None
+        fused = fused_model(model, config, window, threads)
+    return Trunk(model, config, architecture.traits, dispatch, switch, fused)
 
 
 def _quieten() -> None:

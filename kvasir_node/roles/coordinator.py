@@ -127,7 +127,8 @@ class Coordinator:
 
     def _load_trunk(self) -> Trunk:
         shard = self._model.shard
-        return load_trunk(self._model.checkpoint.path, shard.dtype, shard.device, self.dispatch)
+        path, threads = self._model.checkpoint.path, self._model.threads
+        return load_trunk(path, shard.dtype, shard.device, self.dispatch, threads)
 
     def _new_engine(self) -> Engine:
         """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""

@@ -16,6 +16,7 @@ from kvasir_node.base.ids import ExpertId, ModelId
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.tensor_file import TensorSpec, parse_expert_file
+from kvasir_node.model.threads import ONE_THREAD, Threads
 from kvasir_node.roles.content import read_blob
 from kvasir_node.roles.download import RunBlocking
 from kvasir_node.roles.loading import DTYPES, new_shard
@@ -41,11 +42,19 @@ class _HeldModel:
 class Holdings:
     """See the module."""
 
-    def __init__(self, memory_bytes: int, device: torch.device, store: BlockStore, run_blocking: RunBlocking) -> None:
+    def __init__(
+        self,
+        memory_bytes: int,
+        device: torch.device,
+        store: BlockStore,
+        run_blocking: RunBlocking,
+        threads: Threads = ONE_THREAD,
+    ) -> None:
         self._memory_bytes = memory_bytes
         self._device = device
         self._store = store
         self._run_blocking = run_blocking
+        self._threads = threads
         self._models: dict[tuple[ModelId, str], _HeldModel] = {}  # by model and dtype
 
     @property
@@ -88,7 +97,7 @@ class Holdings:
     ) -> _HeldModel:
         held = self._models.get(key)
         if held is None:
-            held = _HeldModel(manifest, new_shard(manifest, DTYPES[key[1]], self._device))
+            held = _HeldModel(manifest, new_shard(manifest, DTYPES[key[1]], self._device, self._threads))
         others = sum(other.reserved_bytes for other in self._models.values() if other is not held)
         needed = len(held.experts | experts) * held.shard.expert_bytes
         if others + needed > self._memory_bytes:

@@ -6,6 +6,8 @@ It does not know the network, requests or leases.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +19,16 @@ from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import Settings
 from kvasir_node.decide.residency import places, spread_over_layers
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
-from kvasir_node.model.experts import ExpertShard, load_from_checkpoint
+from kvasir_node.model.experts import ExpertShard, load_from_checkpoint, stored_dtype
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.text import TextModel
+from kvasir_node.model.threads import ONE_THREAD, Threads
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SWITCH_INTERVAL_S = 0.0005  # Python's own is ten times that: as long as a whole forward of a small model
 FREE_MEMORY_RATIO = 0.6  # of what the trunk leaves free, for experts: caches, answers and other programs need some too
 
 
@@ -43,6 +47,7 @@ class LoadedModel:
     held: dict[int, frozenset[int]]
     wanted: frozenset[ExpertId]
     borrowed_bytes_max: int
+    threads: Threads
 
     @property
     def lacks_experts(self) -> bool:
@@ -99,16 +104,34 @@ def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedMode
             len(wanted),
             memory_bytes >> 20,
         )
-    shard = load_from_checkpoint(checkpoint, spread_over_layers(wanted, count), dtype, device)
+    threads = Threads(thread_count(settings.node.threads))
+    shard = load_from_checkpoint(checkpoint, spread_over_layers(wanted, count), dtype, device, threads)
     held = {layer: shard.held(layer) for layer in checkpoint.layers}
     borrowed_bytes_max = memory_bytes - count * expert_bytes
-    return LoadedModel(manifest, checkpoint, TextModel(path), shard, held, frozenset(wanted), borrowed_bytes_max)
+    return LoadedModel(
+        manifest, checkpoint, TextModel(path), shard, held, frozenset(wanted), borrowed_bytes_max, threads
+    )
 
 
-def new_shard(manifest: Manifest, dtype: torch.dtype, device: torch.device) -> ExpertShard:
+def new_shard(
+    manifest: Manifest, dtype: torch.dtype, device: torch.device, threads: Threads = ONE_THREAD
+) -> ExpertShard:
     """For experts of this model; empty."""
-    maths = ExpertMaths.from_dict(manifest.maths)
-    return ExpertShard(maths, manifest.hidden_size, manifest.expert_hidden_size, dtype, device)
+    sizes = ExpertMaths.from_dict(manifest.maths), manifest.hidden_size, manifest.expert_hidden_size
+    parts = {part for layer in manifest.layers for part in manifest.expert_parts(layer).values()}
+    stored = stored_dtype(*sizes, parts, dtype, device)
+    return ExpertShard(*sizes, dtype, device, stored=stored, threads=threads)
+
+
+def use_threads(setting: int) -> None:
+    """What torch itself computes shares the threads of `node.threads`; and the loop gets its turn beside them."""
+    torch.set_num_threads(thread_count(setting))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def thread_count(setting: int) -> int:
+    """`node.threads`; 0 is half the logical processors: those that share a core only wait for each other's memory."""
+    return setting or max(1, (os.cpu_count() or 2) // 2)
 
 
 def expert_memory(

@@ -47,7 +47,7 @@ from kvasir_node.roles.faults import NO_FAULTS, Faults
 from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
-from kvasir_node.roles.loading import LoadedModel, load_model
+from kvasir_node.roles.loading import LoadedModel, load_model, use_threads
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
@@ -409,6 +409,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
     data_dir = data_dir_of(settings)
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     keep_torch_cache(data_dir)
+    use_threads(settings.node.threads)
     swarm = read_swarm_key(settings.network.join, data_dir)
     roles = settings.node.roles
     store, catalog = await trio.to_thread.run_sync(open_library, settings)

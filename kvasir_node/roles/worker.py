@@ -23,12 +23,13 @@ from kvasir_node.base.snapshot import WorkerSnapshot
 from kvasir_node.decide import placement
 from kvasir_node.decide.placement import Assignment, Placement, PlacementLimits, Stage
 from kvasir_node.model.manifest import Manifest
+from kvasir_node.model.threads import Threads
 from kvasir_node.net.transport import Transport
 from kvasir_node.roles.content import Fetcher
 from kvasir_node.roles.download import RunBlocking
 from kvasir_node.roles.holdings import Holdings
 from kvasir_node.roles.link import Compute, Link, compute_here
-from kvasir_node.roles.loading import pick_device
+from kvasir_node.roles.loading import pick_device, thread_count
 from kvasir_node.wire.blobs import BlobRef
 from kvasir_node.wire.messages import LeaseVerdict, MarketMethod, Offer, Poll, Renewal, read_poll_answer
 
@@ -97,7 +98,8 @@ class Worker:
         limits = PlacementLimits(worker.slices_max, market.poll_interval_s, market.renew_interval_s)
         self._mind = Placement(limits, random.Random(seed))
         device = pick_device(settings.node.device)
-        self._holdings = Holdings(worker.memory_bytes, device, fetcher.store, fetcher.run_blocking)
+        threads = Threads(thread_count(settings.node.threads))
+        self._holdings = Holdings(worker.memory_bytes, device, fetcher.store, fetcher.run_blocking, threads)
         self._nursery: trio.Nursery | None = None
         self._woken = trio.Event()  # the mind has heard something, so its next moment may be another one
         self._settled = trio.lowlevel.ParkingLot()  # those who drain; woken whenever a task of ours is over

@@ -98,12 +98,13 @@ def bench_model(
     counts = _stream_counts(streams)
     settings = context.obj.settings()
     from kvasir_node.roles.bench_model import bench_folder, make_bench_checkpoint, measure
+    from kvasir_node.roles.loading import thread_count
 
     folder = bench_folder(settings, model) if make is None else make_bench_checkpoint(settings, make, out, _say)
     figures = measure(
         folder,
         streams=counts,
-        threads=threads or settings.node.threads,
+        threads=thread_count(threads or settings.node.threads),
         dtype=dtype,
         prefill_chunk=settings.coordinator.prefill_chunk,
         seconds=seconds,

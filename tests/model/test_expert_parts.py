@@ -37,7 +37,7 @@ def stored(maths: ExpertMaths, *, joined: bool) -> dict[str, torch.Tensor]:
 
 
 def decoded(maths: ExpertMaths, parts: dict[str, torch.Tensor]) -> ExpertWeights:
-    return decode(maths, parts, D, INNER, torch.float32, CPU)
+    return decode(maths, parts, D, INNER, torch.float32, torch.float32, CPU)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -111,7 +111,7 @@ def _read_blob(blocks: Any, blob: BlobRef) -> bytes:
 def poison(shard: ExpertShard, experts: list[ExpertId]) -> None:
     """Whoever reads these would see NaN."""
     for expert in experts:
-        weights = shard._layers[expert.layer][expert.index]
+        weights = shard._layers[expert.layer].experts[expert.index]
         weights.up.fill_(float("nan"))
         weights.down.fill_(float("nan"))
 

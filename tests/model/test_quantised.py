@@ -125,7 +125,7 @@ def test_parts_lie_as_published_and_an_expert_weighs_what_its_decoded_form_does(
         *("down_blocks", "down_scales", "down_bias"),
     ]
     shard = load_from_checkpoint(checkpoint, [ExpertId(0, 1)], torch.bfloat16)
-    weights = shard._layers[0][1]
+    weights = shard._layers[0].experts[1]
     held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
     assert shard.nbytes == shard.expert_bytes == sum(tensor.nbytes for tensor in held if tensor is not None)
     assert shard.expert_bytes > 3 * sum(nbytes for _, _, nbytes in parts.values())

@@ -1,0 +1,1 @@
+"""Kernels for the CPU: what computes a model few rows at a time."""

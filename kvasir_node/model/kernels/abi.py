@@ -1,0 +1,90 @@
+"""What the compiled kernels and those who call them agree on. It knows neither numba nor ctypes.
+
+Every kernel is `int64 name(int64 *numbers, float *factors)`: addresses and sizes in the order that is listed here.
+"""
+
+from __future__ import annotations
+
+F32, BF16, INT8 = KINDS = (0, 1, 2)
+"""Kinds of weights. INT8 weights are multiplied by one float32 for each output."""
+
+WEIGHT_BYTES = (4, 2, 1)  # by kind
+STEP = 32  # the inputs of a matrix are a multiple of it
+TILE_OUTPUTS = 4  # ... and its outputs of this
+POSITIONS_MIN = 4  # of a context and of a window: attention's scores come by fours
+
+# experts_KIND: the routed experts of a layer.
+
+EXPERT_COLUMNS = (
+    *("gate", "up", "down"),  # matrices [I, D], [I, D] and [D, I], contiguous and of one kind
+    *("gate_factors", "up_factors", "down_factors"),  # of INT8: [I], [I], [D] float32
+    *("gate_bias", "up_bias", "down_bias"),  # [I], [I], [D] float32
+)
+"""Columns of a layer's table: addresses, 0 = there is none. A row of zeros is an expert that is not there."""
+
+GLU, CLAMPED, GPT_OSS = 0, 1, 2
+"""Forms of `model.maths.ExpertMaths.gated`, all with silu."""
+
+EXPERTS_NUMBERS = (
+    *("phase", "first", "end"),
+    *("table", "experts", "inner", "form"),  # [E, columns], E, I
+    *("rows", "row_count", "width"),  # float32 [R, D], R, D
+    *("pair_row", "pair_expert", "pair_weight", "pairs"),  # int64 [P], int64 [P], float32 [P], P
+    "sums",  # float32 [R, D], zeros to begin with
+    *("starts", "order"),  # room: int64 [E + 1], int64 [P]
+    *("row_lines", "gate_lines", "up_lines", "sum_lines"),  # room: int64 [P] each
+    *("spread", "gates", "ups"),  # room: float32 [R, D], [P, I], [P, I]
+)
+EXPERTS_FACTORS = ("limit", "alpha")
+
+EXPERTS_ALL, EXPERTS_PREPARE, EXPERTS_HIDDEN, EXPERTS_SUMS = range(4)
+"""Phases. ALL is the other three one after the other over everything. PREPARE returns 0, or 1 + the number of the first
+pair whose expert is not in the table; HIDDEN computes columns first : end of I, SUMS those of D."""
+
+# block_KIND: the rest of a decoder block.
+
+BLOCK_NUMBERS = (
+    "phase",
+    "first",
+    "end",
+    "sizes",
+    "layer",
+    "work",
+    "keys",
+    "values",
+)  # the last two: pools [S, H, C, W]
+BLOCK_SIZES = ("width", "heads", "kv_heads", "head_width", "experts", "chosen", "context", "window", "renormalises")
+BLOCK_LAYER = (
+    *("input_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias"),
+    *("query_norm", "query_norm_size", "key_norm", "key_norm_size"),  # sizes: 0, W, or all heads together
+    *("output", "output_bias", "expert_norm", "router"),
+)
+"""Addresses: matrices of the kernel's kind, norms and biases float32; 0 = there is none."""
+
+BLOCK_WORK = (
+    *("rows", "row_count", "slots", "positions"),  # float32 [B, D], B, int64 [B], int64 [B]
+    *("cosines", "sines"),  # float32 [B, W / 2]
+    *("plain", "chosen", "weights"),  # results: what goes to the experts [B, D], int64 [B, K], float32 [B, K]
+    *("spread", "states", "queries", "results"),  # room: float32 [B, D], [B, N + 2 H, W], [B, N, W], [B, N, W]
+    *("scores", "score_width", "logits"),  # room: float32 [B, N, score_width], room for one position more; [B, E]
+    *("lines", "head_lines"),  # room: int64 [7, B], [B, H, 4, G]
+)
+BLOCK_FACTORS = ("epsilon", "scale")
+
+BLOCK_ALL, BLOCK_NORM, BLOCK_PROJECT, BLOCK_PLACE, BLOCK_ATTEND, BLOCK_OUTPUT, BLOCK_ROUTE = range(7)
+"""Phases. ALL is the others one after the other over everything; parts: PROJECT of (N + 2 H) × W, ATTEND of B × H,
+OUTPUT of D. Several at once may only be parts of one phase."""
+
+# linear_KIND: a normalised row times a matrix, for the head.
+
+LINEAR_NUMBERS = (
+    *("phase", "first", "end", "rows", "row_count", "width", "norm", "matrix", "outputs"),
+    *("results", "plain", "spread", "lines"),  # float32 [B, outputs]; room: float32 [B, D] twice, int64 [2, B]
+)
+LINEAR_FACTORS = ("epsilon",)
+LINEAR_ALL, LINEAR_NORM, LINEAR_PROJECT = range(3)
+
+KERNELS = (
+    *(f"experts_{kind}" for kind in KINDS),
+    *(f"{name}_{kind}" for name in ("block", "linear") for kind in KINDS[:2]),
+)

@@ -125,7 +125,7 @@ def measure(
     Raises DataError for a checkpoint that either side cannot load.
     """
     checkpoint = open_checkpoint(folder)
-    chosen = compute_dtype(dtype, sum(tensor.nbytes for tensor in checkpoint.trunk.values()))
+    chosen = compute_dtype(dtype, checkpoint, torch.device("cpu"))
     with _threads(threads):
         bench = _Bench(checkpoint, chosen, sorted(set(streams)), prefill_chunk, say)
         return bench.run(seconds, threads, available_bytes)

@@ -19,6 +19,7 @@ from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import Settings
 from kvasir_node.decide.residency import places, spread_over_layers
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
+from kvasir_node.model.dtype_choice import choose_dtype
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint, stored_dtype
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.maths import ExpertMaths
@@ -55,11 +56,9 @@ class LoadedModel:
         return len(self.checkpoint.experts) < len(self.manifest.layers) * self.manifest.experts_per_layer
 
 
-def compute_dtype(wanted: str, trunk_bytes: int) -> torch.dtype:
-    """`auto` is float32 for a trunk under 256 MiB, where it costs little and answers are exact, else bfloat16."""
-    if wanted == "auto":
-        return torch.float32 if trunk_bytes < 1 << 28 else torch.bfloat16
-    return DTYPES[wanted]
+def compute_dtype(wanted: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """As `coordinator.dtype` says; `auto` as `choose_dtype` does."""
+    return choose_dtype(checkpoint, device) if wanted == "auto" else DTYPES[wanted]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -90,8 +89,8 @@ def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedMode
     Raises UsageError when `coordinator.memory_bytes` is too small for a single expert.
     """
     checkpoint = open_checkpoint(path)
-    dtype = compute_dtype(settings.coordinator.dtype, manifest.trunk.size)
     device = pick_device(settings.node.device)
+    dtype = compute_dtype(settings.coordinator.dtype, checkpoint, device)
     wanted = held_experts(manifest, settings.coordinator.hold)
     expert_bytes = new_shard(manifest, dtype, device).expert_bytes
     memory_bytes = expert_memory(settings.coordinator.memory_bytes, manifest, dtype, device, expert_bytes)

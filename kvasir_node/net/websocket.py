@@ -129,17 +129,23 @@ class WebSocketStream(ReadWriteCloser):
                 if event.data:
                     self._received.append(memoryview(event.data))
             elif isinstance(event, Ping):
-                self._pong = self._protocol.send(event.response())
+                self._pong = self._framed(event.response())
             elif isinstance(event, CloseConnection):
                 self._has_ended = True
             elif isinstance(event, TextMessage):
                 raise ConnectionClosedError("a WebSocket message of text; libp2p sends bytes alone")
 
+    def _framed(self, event: Event) -> bytes:
+        try:
+            return self._protocol.send(event)
+        except LocalProtocolError as error:
+            raise ConnectionClosedError(f"the peer has closed the WebSocket: {error}") from error
+
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         for start in range(0, len(view), MESSAGE_BYTES_MAX):
             pong, self._pong = self._pong, b""
-            message = self._protocol.send(BytesMessage(data=bytes(view[start : start + MESSAGE_BYTES_MAX])))
+            message = self._framed(BytesMessage(data=bytes(view[start : start + MESSAGE_BYTES_MAX])))
             await self._tcp.send_all([pong, message])
         await trio.lowlevel.checkpoint()
 

@@ -5,7 +5,7 @@ import pytest
 import trio
 from libp2p.io.exceptions import ConnectionClosedError
 from wsproto import ConnectionType, WSConnection
-from wsproto.events import AcceptConnection, BytesMessage, Ping, Pong, Request, TextMessage
+from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Ping, Pong, Request, TextMessage
 
 from kvasir_node.base.errors import Unreachable
 from kvasir_node.net.raw_link import TcpStream
@@ -154,6 +154,18 @@ async def test_what_no_honest_peer_sends_ends_the_connection(garbage):
     with suppress(ConnectionClosedError):
         ended = await ours.read(100)
     assert ended == b""
+    await left.aclose()
+    await ours.close()
+
+
+@pytest.mark.parametrize("after", [b"", Ping(b"1")])
+async def test_nothing_is_written_to_a_peer_that_said_goodbye(after):
+    left, protocol, ours = await raw_client()
+    last = after if isinstance(after, bytes) else protocol.send(after)
+    await left.send_all(last + protocol.send(CloseConnection(1000)))
+    assert await ours.read(100) == b""
+    with pytest.raises(ConnectionClosedError, match="has closed"):
+        await ours.write(b"answer")
     await left.aclose()
     await ours.close()
 

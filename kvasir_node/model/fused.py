@@ -52,7 +52,8 @@ _Numbers, _Layer, _Work = (ctypes.c_int64 * len(names) for names in (BLOCK_NUMBE
 _Sizes, _Linear = (ctypes.c_int64 * len(names) for names in (BLOCK_SIZES, LINEAR_NUMBERS))
 
 Experts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, rows [B, D], chosen [B, K], weights [B, K]) -> sums [B, D]: an `ExpertDispatch` after `begin`."""
+"""(layer, rows [B, D], chosen [B, K], weights [B, K]) -> sums [B, D]: an `ExpertDispatch` after `begin`. The rows are
+float32 numbers that the trunk's dtype can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,7 @@ class FusedModel:
             keys, values = cache.keys[index].data_ptr(), cache.values[index].data_ptr()
             fixed = map(ctypes.addressof, (sizes, layer, work))
             self._run_block(_Numbers(BLOCK_ALL, 0, 0, *fixed, keys, values), rows.shape[0])
-            # As transformers would hand them over: in the trunk's dtype.
-            given = room.plain if self._dtype is torch.float32 else room.plain.to(self._dtype)
-            rows.add_(experts(index, given, room.chosen, room.weights))
+            rows.add_(experts(index, room.plain, room.chosen, room.weights))
         return self._logits(rows if len(last) == rows.shape[0] else rows[list(last)], room)
 
     def _run_block(self, numbers: ctypes.Array[ctypes.c_int64], count: int) -> None:

@@ -30,7 +30,7 @@ from kvasir_node.model.trunk import Trunk, load_trunk
 from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
-from kvasir_node.roles.loading import LoadedModel, dtype_name, is_out_of_memory
+from kvasir_node.roles.loading import LoadedModel, expert_dtype, is_out_of_memory
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.residency import Residency
@@ -68,7 +68,7 @@ class Coordinator:
         self.crew = Crew(
             settings.fanout,
             manifest.model,
-            dtype_name(model.shard.dtype),
+            expert_dtype(model.shard),
             frozenset(self.slices),
             model.held,
             own_sums=own.sums if missing is None else missing.patient(own.sums),
@@ -83,6 +83,7 @@ class Coordinator:
             own,
             manifest.layers,
             manifest.experts_per_layer,
+            dtype=model.shard.dtype,
             crew=self.crew,
             spot_check=lambda: chance.random() < settings.fanout.spot_check_ratio,
             patience_s=settings.fanout.deadline_ceiling_s,
@@ -309,7 +310,7 @@ class Coordinator:
             ttl_s=self._settings.market.demand_ttl_s,
             model=self.manifest.model,
             model_name=self.manifest.name,
-            dtype=dtype_name(self._model.shard.dtype),
+            dtype=expert_dtype(self._model.shard),
             slice_bytes=max(part.count for part in self.slices) * self._model.shard.expert_bytes,
             addresses=addresses,
             slots=self._settings.coordinator.slots,
@@ -341,8 +342,11 @@ class Coordinator:
             slices_held=held,
             experts_held=sum(map(len, self._model.held.values())),
             experts_borrowed=self._own.borrowed,
+            experts_mapped=self._own.mapped,
             experts_read=self._own.loads,
             expert_swaps=self._residency.swaps,
+            expert_dtype=expert_dtype(self._model.shard),
+            expert_error=self._model.expert_error,
         )
 
     def fanout_snapshot(self) -> FanoutSnapshot:

@@ -133,7 +133,7 @@ class _Common:
 class FanoutDispatch:
     """Implements `model.trunk.ExpertDispatch` over our own experts and a crew of proven workers.
 
-    `spot_check()` decides whether a call's answer is compared with our own result before it is used. `body_bytes_max`
+    `dtype` is what the model computes in, and what rows travel in. `spot_check()` decides whether a call's answer is compared with our own result before it is used. `body_bytes_max`
     is the largest frame that may be sent.
     """
 
@@ -143,12 +143,14 @@ class FanoutDispatch:
         layers: Sequence[int],
         experts_per_layer: int,
         *,
+        dtype: torch.dtype,
         crew: Crew,
         spot_check: Callable[[], bool],
         patience_s: float,
         body_bytes_max: int,
     ) -> None:
         self._own = own
+        self._dtype = dtype
         self._layers = tuple(layers)
         self._crew = crew
         self._spot_check = spot_check
@@ -235,7 +237,7 @@ class FanoutDispatch:
             self._chosen_layers.append(layer)
         self._pairs_per_row += chosen.shape[1]
         if layer in self._common.trial_layers:
-            self._crew.offer_trial(layer, rows, chosen, weights)
+            self._crew.offer_trial(layer, rows.to(self._dtype), chosen, weights)
         route = self._common.routes.get(layer)
         if route is None or self._patience_s <= 0:
             return self._compute_all(layer, rows, chosen, weights)
@@ -256,15 +258,16 @@ class FanoutDispatch:
         self, route: _LayerRoute, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         where = route.where[chosen]  # [T,K]
+        framed = rows.to(self._dtype)
         calls = []
         counts = torch.bincount(where.reshape(-1), minlength=len(route.peers) + 1).tolist()
         for number, peer in enumerate(route.peers, start=1):
             if counts[number]:
-                deadline_s = self._deadline_s(peer, counts[number], rows)
+                deadline_s = self._deadline_s(peer, counts[number], framed)
                 if deadline_s is None:
                     where[where == number] = 0
                 else:
-                    calls.append(_make_call(peer, layer, rows, chosen, weights, where == number, deadline_s))
+                    calls.append(_make_call(peer, layer, framed, chosen, weights, where == number, deadline_s))
         if calls:
             self._crew.send(calls)
         total = self._compute_share(layer, rows, chosen, weights, where == 0)

@@ -122,7 +122,13 @@ class FakeCrew:
 
 
 def make_dispatch(own: OwnExperts, crew: FakeCrew, *, checks: bool = False, **changes: object) -> FanoutDispatch:
-    options = {"spot_check": lambda: checks, "patience_s": 2.0, "body_bytes_max": 1 << 25, **changes}
+    options = {
+        "dtype": torch.float32,
+        "spot_check": lambda: checks,
+        "patience_s": 2.0,
+        "body_bytes_max": 1 << 25,
+        **changes,
+    }
     return FanoutDispatch(own, LAYERS, EXPERTS, crew=crew, **options)  # type: ignore[arg-type]
 
 

@@ -43,6 +43,7 @@ def test_law_2_a_calm_stream_is_as_quick_as_without_fan_out():
         own,
         checkpoint.layers,
         count,
+        dtype=torch.float32,
         crew=FakeCrew({}),
         spot_check=lambda: False,
         patience_s=2.0,

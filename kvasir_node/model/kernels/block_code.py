@@ -43,6 +43,7 @@ from kvasir_node.model.kernels.vector_code import (
     ints,
     multiply,
     multiply_add,
+    rounded_bf16,
     spread,
     store_bf16,
     store_float,
@@ -142,8 +143,9 @@ def _norm_heads(heads: Numbers, width: int, weight: int, size: int, epsilon: flo
             _normalise(part, floats(weight, size), epsilon, part)
 
 
-def _normalise_for(kind: int) -> Any:
-    spread_row = spread[kind]
+def _normalise_for(kind: int, *, rounds: bool = False) -> Any:
+    """`rounds` to what the kind of weights can tell."""
+    spread_row, is_rounded = spread[kind], rounds and kind == BF16
 
     @compiled()
     def normalise(rows: int, count: int, width: int, weight: int, epsilon: float, plain: int, spread_rows: int) -> None:
@@ -151,6 +153,9 @@ def _normalise_for(kind: int) -> Any:
             at = 4 * row * width
             result = floats(plain + at, width)
             _normalise(floats(rows + at, width), floats(weight, width), epsilon, result)
+            if is_rounded:
+                for place in range(width):
+                    result[place] = rounded_bf16(result[place])
             spread_row(result, floats(spread_rows + at, width))
 
     return normalise
@@ -159,6 +164,7 @@ def _normalise_for(kind: int) -> Any:
 def _block_for(kind: int) -> Any:
     spread_row, multiply_kind, multiply_add_kind = spread[kind], multiply[kind], multiply_add[kind]
     normalise, attend_pair = _normalise_for(kind), _attend_for(kind)
+    normalise_for_experts = _normalise_for(kind, rounds=True)
     weight_bytes = WEIGHT_BYTES[kind]
     store = store_bf16 if kind == BF16 else store_float
 
@@ -224,7 +230,8 @@ def _block_for(kind: int) -> Any:
     @compiled()
     def route(sizes: Numbers, layer: Numbers, work: Numbers, epsilon: float) -> None:
         rows, experts, count = work[ROW_COUNT], sizes[EXPERTS], sizes[CHOSEN]
-        normalise(
+        # Whoever computes the experts gets the same rows: a frame carries them in the dtype of the weights.
+        normalise_for_experts(
             work[ROWS], rows, sizes[WIDTH], layer[EXPERT_NORM], epsilon, work[PLAIN], work[SPREAD]
         )  # fmt: skip
         multiply_kind(

@@ -263,20 +263,32 @@ def float_at(context: Any, address: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+def _bf16_bits(builder: Any, value: _Value) -> _Value:
+    """Of the nearest bf16, ties to even, as torch rounds; a NaN stays one. An i32 below 2^16."""
+    bits, half = builder.bitcast(value, _i32), ir.Constant(_i32, 16)
+    odd = builder.and_(builder.lshr(bits, half), ir.Constant(_i32, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(_i32, 0x7FFF))), half)
+    return builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(_i32, 0x7FC0), rounded)
+
+
 @_emitted
 def store_bf16(context: Any, address: Any, value: Any) -> Any:
-    """Rounds to the nearest, ties to even, as torch does; a NaN stays one."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, value = arguments
-        bits = builder.bitcast(value, _i32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(_i32, 16)), ir.Constant(_i32, 1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(_i32, 0x7FFF))), ir.Constant(_i32, 16))
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        _store(builder, builder.trunc(builder.select(is_nan, ir.Constant(_i32, 0x7FC0), rounded), _i16), address)
+        _store(builder, builder.trunc(_bf16_bits(builder, arguments[1]), _i16), arguments[0])
         return context.get_dummy_value()
 
     return types.none(types.int64, types.float32), generate
+
+
+@_emitted
+def rounded_bf16(context: Any, value: Any) -> Any:
+    """The float32 that a bf16 of this value stands for."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = _bf16_bits(builder, arguments[0])
+        return builder.bitcast(builder.shl(bits, ir.Constant(_i32, 16)), _float)
+
+    return types.float32(types.float32), generate
 
 
 @_emitted

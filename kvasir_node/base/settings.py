@@ -119,6 +119,12 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    slowdown: float = 1.0  # this node stands for one so many times slower (roles/slowdown.py); 1 = off
+    answer_delay_s: float = 0.0  # a worker holds each answer back this long, as if it was that far away
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSettings:
     block_bytes: int = 1 * MIB  # checkpoints are indexed in blocks of this size; another size gives another model id
     fetch_in_flight_max: int = 8  # blocks asked of one provider at once
@@ -146,6 +152,7 @@ class Settings:
     fanout: FanoutSettings = FanoutSettings()
     market: MarketSettings = MarketSettings()
     worker: WorkerSettings = WorkerSettings()
+    compute: ComputeSettings = ComputeSettings()
     store: StoreSettings = StoreSettings()
     log: LogSettings = LogSettings()
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -176,6 +183,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "log.format": ("auto", "console", "json"),
 }
 _MAY_BE_ZERO = {
+    "compute.answer_delay_s",
     "coordinator.queue",
     "coordinator.context",
     "coordinator.memory_bytes",
@@ -187,8 +195,11 @@ _MAY_BE_ZERO = {
     "store.download_bytes_s",
 }
 _NUMBER_END = 1e15  # above it a float no longer tells whole numbers apart
+_AT_LEAST = {"compute.slowdown": 1}
 _AT_MOST = {  # far above what any machine can use: a slip of the finger is told before it costs all memory
     "node.threads": 1024,
+    "compute.slowdown": 1000,
+    "compute.answer_delay_s": 10,
     "coordinator.slots": 4096,
     "coordinator.queue": 1_000_000,
 }
@@ -370,6 +381,8 @@ def _checked_number(key: str, kind: type, value: Any, wrong: UsageError) -> int 
     if not low <= number < _NUMBER_END:
         least = "zero or more" if key in _MAY_BE_ZERO else "above zero"
         raise UsageError(f"setting {key} must be {least} and below {_NUMBER_END:g}; got {value!r}")
+    if number < _AT_LEAST.get(key, number):
+        raise UsageError(f"setting {key} is at least {_AT_LEAST[key]}; got {value!r}")
     if number > _AT_MOST.get(key, number):
         raise UsageError(f"setting {key} is at most {_AT_MOST[key]}; got {value!r}")
     return number

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import trio
@@ -34,6 +35,7 @@ from kvasir_node.roles.loading import LoadedModel, expert_dtype, is_out_of_memor
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.residency import Residency
+from kvasir_node.roles.slowdown import Pace, StretchedDispatch, StretchedExperts
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.wire.messages import DemandRecord
 
@@ -47,7 +49,8 @@ SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 
 class Coordinator:
-    """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine."""
+    """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine;
+    `pace` makes it an emulated device."""
 
     def __init__(
         self,
@@ -57,13 +60,16 @@ class Coordinator:
         *,
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
+        pace: Pace | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
+        self._pace = pace
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
         fits = sum(map(len, model.held.values())) == len(model.wanted)
-        own = OwnExperts(model.shard, model.checkpoint, model.held, model.borrowed_bytes_max, missing, moves=not fits)
+        new_own = OwnExperts if pace is None else partial(StretchedExperts, pace)
+        own = new_own(model.shard, model.checkpoint, model.held, model.borrowed_bytes_max, missing, moves=not fits)
         self._own, self._missing = own, missing
         self.crew = Crew(
             settings.fanout,
@@ -129,7 +135,8 @@ class Coordinator:
     def _load_trunk(self) -> Trunk:
         shard = self._model.shard
         path, threads = self._model.checkpoint.path, self._model.threads
-        return load_trunk(path, shard.dtype, shard.device, self.dispatch, threads)
+        dispatch = self.dispatch if self._pace is None else StretchedDispatch(self.dispatch, self._pace)
+        return load_trunk(path, shard.dtype, shard.device, dispatch, threads)
 
     def _new_engine(self) -> Engine:
         """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""

@@ -53,6 +53,7 @@ class Link:
         run_blocking: RunBlocking,
         computed: Callable[[int], None],
         standing_told: Callable[[StandingTold], None],
+        answer_delay_s: float = 0.0,
     ) -> None:
         self.coordinator = coordinator
         self.model = model
@@ -64,6 +65,7 @@ class Link:
         self._run_blocking = run_blocking
         self._computed = computed
         self._standing_told = standing_told
+        self._answer_delay_s = answer_delay_s
         self._assignments: dict[str, Assignment] = {}
         self._in_flight = 0
         self._idle = trio.Event()
@@ -153,6 +155,8 @@ class Link:
         self._in_flight += 1
         try:
             sums = await self._run_blocking(self._compute, self._shard, request)
+            if self._answer_delay_s:  # a distance: calls that overlap are all as late, and none waits for another
+                await trio.sleep(self._answer_delay_s)
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:

@@ -52,6 +52,7 @@ from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
+from kvasir_node.roles.slowdown import Pace, stretched
 from kvasir_node.roles.swarm_key import SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
 from kvasir_node.roles.worker import Worker
@@ -113,6 +114,8 @@ class Node:
         rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
         self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member, rng)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
+        slowdown = settings.compute.slowdown
+        self._pace = Pace(slowdown) if slowdown > 1 else None  # one for all roles: they share the emulated device
         self.coordinator: Coordinator | None = None
         self.hub: Hub | None = None
         self.worker: Worker | None = None
@@ -145,7 +148,12 @@ class Node:
         if model.lacks_experts:
             missing = MissingExperts(self.fetcher(store), model.manifest, self._membership.members)
         self.coordinator = Coordinator(
-            self._settings, model, missing, name_of=self._peers.name_of, address_of=self._network_address
+            self._settings,
+            model,
+            missing,
+            name_of=self._peers.name_of,
+            address_of=self._network_address,
+            pace=self._pace,
         )
         self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
 
@@ -184,7 +192,7 @@ class Node:
             fetcher,
             ask_hub=self._ask_hub,
             require_member=self._require_member,
-            compute=compute,
+            compute=compute if self._pace is None else stretched(compute, self._pace),
         )
 
     def serve_blocks(self, store: BlockStore) -> None:
@@ -342,7 +350,7 @@ class Node:
         return tuple(MemberSnapshot(peer, about.name, about.roles) for peer, about in known)
 
     def _warnings(self) -> tuple[str, ...]:
-        warnings = [*self._joiner.warnings(), *self._demand_refusals.values()]
+        warnings = [*self._emulations(), *self._joiner.warnings(), *self._demand_refusals.values()]
         for hub, skew_s in self._tables.skews().items():
             name = self._peers.name_of(hub)
             warnings.append(f"the demand table of hub {name} is refused: clock skew: {skew_words(skew_s)}")
@@ -353,6 +361,12 @@ class Node:
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
             warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
         return tuple(_with_short_peers(warning, self._peers.name_of) for warning in warnings)
+
+    def _emulations(self) -> tuple[str, ...]:
+        compute = self._settings.compute
+        slow = f"emulated device: computes {compute.slowdown:g} times slower than it could (compute.slowdown)"
+        far = f"emulated distance: answers are held back {compute.answer_delay_s * 1000:g} ms (compute.answer_delay_s)"
+        return (slow,) * (self._pace is not None) + (far,) * (compute.answer_delay_s > 0)
 
     def _way_to_hubs(self) -> str:
         if trying := self._joiner.trying():

@@ -325,6 +325,7 @@ class Worker:
             run_blocking=self._run_blocking,
             computed=self._count,
             standing_told=self._on_standing,
+            answer_delay_s=self._settings.compute.answer_delay_s,
         )
         self._linking[key] = trio.Event()
         try:

@@ -50,7 +50,7 @@ def tiny_shard(count: int = 2) -> ExpertShard:
 class Ends:
     """A coordinator's end, in the hands of a test, and the link of a worker."""
 
-    def __init__(self, network, nursery, *, compute=compute_here) -> None:
+    def __init__(self, network, nursery, *, compute=compute_here, answer_delay_s=0.0) -> None:
         self.nursery = nursery
         self.coordinator, self.worker = network.transport("carl"), network.transport("ann")
         self.told: list[StandingTold] = []
@@ -74,6 +74,7 @@ class Ends:
             run_blocking=run_inline,
             computed=self.rows.append,
             standing_told=self.told.append,
+            answer_delay_s=answer_delay_s,
         )
 
     async def serve(self, stream: Stream) -> None:
@@ -128,6 +129,21 @@ async def test_a_slice_is_offered_its_rows_are_answered_its_standing_is_heard_an
     body = Attachment(MODEL, "float32", (PART,)).to_bytes()
     assert ends.log == [(int(ExpertsMethod.ATTACH), body), (int(ExpertsMethod.DETACH), body)]
     assert not await ends.link.detach(ends.lease())
+
+
+async def test_answers_of_a_far_worker_are_held_back_all_alike_and_a_drain_waits_for_them(autojump_clock, nursery):
+    async with open_memory_network() as network:
+        ends = Ends(network, nursery, answer_delay_s=0.04)
+        await ends.open()
+        await ends.link.attach(ends.lease())
+        began_at = trio.current_time()
+        async with trio.open_nursery() as callers:
+            for _ in range(3):
+                callers.start_soon(ends.compute, *request_parts(request_for(PART, rows=3)))
+            await trio.sleep(0.02)
+            await ends.link.finish_calls()
+            assert trio.current_time() - began_at == pytest.approx(0.04, abs=0.005)
+        assert trio.current_time() - began_at == pytest.approx(0.04, abs=0.005)
 
 
 async def test_what_an_attach_was_answered_with_is_raised_and_the_slice_is_not_ours_to_detach(autojump_clock, ends):

@@ -70,8 +70,9 @@ class CoordinatorSettings:
     calm_after_s: float = 5 * SECONDS  # queue empty and few slots busy this long
     calm_busy_ratio: float = 0.75  # few = at most this share of the slots
     dtype: str = "auto"  # auto | float32 | bfloat16: what the trunk and the experts compute in
+    experts: str = "stored"  # stored | int8: their weights in memory; int8 is smaller, quicker and not exact
     hold: str = "all"  # all | none | half: which routed experts are held here (half = the even ones of each layer)
-    memory_bytes: int = 0  # experts in memory; what does not fit is read when needed; 0 = 60 % of the free memory
+    memory_bytes: int = 0  # experts in memory; what does not fit is computed from the disk; 0 = 60 % of the free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "node.profile": tuple(PROFILES),
     "coordinator.dtype": ("auto", "float32", "bfloat16"),
+    "coordinator.experts": ("stored", "int8"),
     "coordinator.hold": ("all", "none", "half"),
     "fanout.when": ("saturated", "always"),
     "log.level": ("debug", "info", "warning", "error"),

@@ -23,8 +23,11 @@ class ModelSnapshot:
     slices_held: int
     experts_held: int = 0  # in memory until hotter ones take their places
     experts_borrowed: int = 0  # in memory for a while, because they were needed
+    experts_mapped: int = 0  # neither, but computed where they lie in the checkpoint
     experts_read: int = 0  # from the disk, to be borrowed or held
     expert_swaps: int = 0  # experts that made room for hotter ones
+    expert_dtype: str = ""  # float32 | bfloat16 | int8: what workers must load experts in, too
+    expert_error: float | None = None  # int8: of a layer's sums, relative to those of the checkpoint's weights
 
 
 @dataclass(frozen=True, slots=True)

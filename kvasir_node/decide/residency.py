@@ -26,10 +26,10 @@ class Swap:
     taken: ExpertId
 
 
-def places(room: int, wanted: int) -> int:
+def places(room: int, wanted: int, *, borrows: bool = True) -> int:
     """How many of `wanted` experts may stay in memory that has room for `room`: all, or what borrowing leaves."""
-    if wanted <= room:
-        return wanted
+    if wanted <= room or not borrows:
+        return min(wanted, room)
     return room - max(1, int(room * BORROWED_RATIO))
 
 

@@ -22,6 +22,7 @@ import torch
 from kvasir_node.base.errors import DataError
 from kvasir_node.model.dequantise import GGUF_FORMATS, MXFP4_BLOCK, fp8, gguf_row_bytes, gguf_rows, mxfp4
 from kvasir_node.model.maths import ExpertMaths
+from kvasir_node.model.quantise import int8_rows
 from kvasir_node.model.tensor_file import DTYPES, FLOAT_DTYPES, TensorSpec
 
 _MATRICES = ("gate", "up", "gate_up", "down")
@@ -34,16 +35,29 @@ _SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """An expert ready to compute with: up [2I, D] with the gate's rows first ([I, D] without a gate), down [D, I]."""
+    """An expert ready to compute with: up [2I, D] with the gate's rows first ([I, D] without a gate), down [D, I].
+
+    With `gate` [I, D], which lies elsewhere in memory, `up` is [I, D]. Rows of int8 are to be multiplied by factors.
+    """
 
     up: torch.Tensor
     down: torch.Tensor
-    up_bias: torch.Tensor | None  # [2I] or [I]
-    down_bias: torch.Tensor | None  # [D]
+    up_bias: torch.Tensor | None = None  # [2I] or [I]
+    down_bias: torch.Tensor | None = None  # [D]
+    gate: torch.Tensor | None = None
+    up_factors: torch.Tensor | None = None  # float32, [2I] or [I]
+    down_factors: torch.Tensor | None = None  # float32 [D]
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same numbers as plain matrices, `up` in one piece."""
+        up = self.up if self.gate is None else torch.cat((self.gate, self.up))
+        matrices = (_multiplied(up, self.up_factors), _multiplied(self.down, self.down_factors))
         biases = (None if bias is None else bias.to(dtype) for bias in (self.up_bias, self.down_bias))
-        return ExpertWeights(self.up.to(dtype), self.down.to(dtype), *biases)
+        return ExpertWeights(*(matrix.to(dtype) for matrix in matrices), *biases)
+
+
+def _multiplied(matrix: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    return matrix if factors is None else matrix * factors[:, None]
 
 
 def part_name(matrix: str, piece: str) -> str:
@@ -131,7 +145,10 @@ def decode(
     bias_dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
-    """Matrices and biases of their own on `device`; the parts may be reused. Raises DataError as `check_parts`."""
+    """Matrices and biases of their own on `device`; the parts may be reused. Raises DataError as `check_parts`.
+
+    A `dtype` of int8 quantises.
+    """
     specs = {name: (_SPELLINGS.get(t.dtype, str(t.dtype)), tuple(t.shape), t.nbytes) for name, t in parts.items()}
     check_parts(maths, specs, hidden_size, expert_hidden_size)
 
@@ -146,8 +163,24 @@ def decode(
     up = _gate_first(maths, [matrix(name) for name in ups])
     up_bias = _gate_first(maths, [bias(name) for name in ups]) if maths.bias else None
     down, down_bias = matrix("down"), bias("down") if maths.bias else None
-    biases = (None if bias is None else _own(bias, bias_dtype, device) for bias in (up_bias, down_bias))
-    return ExpertWeights(_own(up, dtype, device), _own(down, dtype, device), *biases)
+    biases = tuple(None if bias is None else _own(bias, bias_dtype, device) for bias in (up_bias, down_bias))
+    if dtype is not torch.int8:
+        return ExpertWeights(_own(up, dtype, device), _own(down, dtype, device), *biases)
+    (up, up_factors), (down, down_factors) = (int8_rows(each.to(device)) for each in (up, down))
+    return ExpertWeights(up, down, *biases, up_factors=up_factors, down_factors=down_factors)
+
+
+def lies_ready(maths: ExpertMaths, parts: Mapping[str, TensorSpec], dtype: torch.dtype) -> bool:
+    """Whether the matrices of parts that `check_parts` let pass are what `decode` would make of them, bit for bit."""
+    is_plain = not (maths.transposed or maths.interleaved or maths.bias)
+    return is_plain and all(name in _MATRICES and spec[0] == _SPELLINGS.get(dtype) for name, spec in parts.items())
+
+
+def as_they_lie(parts: Mapping[str, torch.Tensor]) -> ExpertWeights:
+    """An expert of parts that lie ready: views, which live as long as it does."""
+    if "gate_up" in parts:
+        return ExpertWeights(parts["gate_up"], parts["down"])
+    return ExpertWeights(parts["up"], parts["down"], gate=parts["gate"])
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

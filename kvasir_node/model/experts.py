@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from kvasir_node.base.errors import BugError, DataError
+from kvasir_node.base.errors import BugError, DataError, UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import Checkpoint
 from kvasir_node.model.expert_kernel import COLUMNS, ExpertKernel
-from kvasir_node.model.expert_parts import ExpertWeights, decode
+from kvasir_node.model.expert_parts import ExpertWeights, as_they_lie, decode, lies_ready
 from kvasir_node.model.kernel_weights import addresses, form_of
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.tensor_file import TensorSpec, read_tensor
@@ -70,7 +70,8 @@ class ExpertShard:
     """The weights of a set of experts on one device.
 
     Computes in `dtype`: on a CPU by a kernel for most families, whose sums are in float32 whatever the dtype, else by
-    torch. Keeps weights as `stored`, `dtype` unless told otherwise; another one is only for what `stored_dtype` allows.
+    torch. Keeps weights as `stored`, `dtype` unless told otherwise; another one is only for what `stored_dtype` allows,
+    or int8. Raises UsageError for int8 where no kernel computes.
     """
 
     def __init__(
@@ -91,6 +92,12 @@ class ExpertShard:
         self.device = torch.device(device)
         self.stored = stored or dtype
         form = form_of(self.maths, hidden_size, expert_hidden_size, self.stored, self.device)
+        if self.stored is torch.int8 and form is None:
+            raise UsageError(
+                f"int8 experts with {self.maths.activation} and the gate {self.maths.gate}, of {hidden_size} × "
+                f"{expert_hidden_size}, cannot be computed on this {self.device.type}; they need a CPU with AVX2 or "
+                'NEON, silu with a gate, and sizes in steps of 32: set coordinator.experts to "stored"'
+            )
         self._kernel = None if form is None else ExpertKernel(form, threads)
         self._bias_dtype = self.stored if form is None else torch.float32
         self._writing = threading.Lock()
@@ -114,6 +121,17 @@ class ExpertShard:
             )
         except DataError as error:
             raise DataError(f"expert {expert.index} of layer {expert.layer}: {error}") from error
+        self._put(expert, weights)
+
+    def can_view(self, parts: Mapping[str, TensorSpec]) -> bool:
+        """Whether `add_views` may be given such parts: they lie just as they would be kept."""
+        return self._kernel is not None and lies_ready(self.maths, parts, self.stored)
+
+    def add_views(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `add`, of parts that `can_view` allows; not copied, so they must not change while they are held."""
+        self._put(expert, as_they_lie(tensors))
+
+    def _put(self, expert: ExpertId, weights: ExpertWeights) -> None:
         with self._writing:
             layer = self._layers.get(expert.layer, _NOTHING).with_expert(expert.index, weights)
             self._layers = {**self._layers, expert.layer: layer}
@@ -132,14 +150,17 @@ class ExpertShard:
 
     @property
     def expert_bytes(self) -> int:
-        """Memory of one expert."""
+        """Memory of one expert, unless it is viewed."""
         up_rows = self.maths.up_rows(self.expert_hidden_size)
         weights = up_rows * self.hidden_size + self.hidden_size * self.expert_hidden_size
-        biases = up_rows + self.hidden_size if self.maths.bias else 0
-        return weights * self.stored.itemsize + biases * self._bias_dtype.itemsize
+        outputs = up_rows + self.hidden_size
+        factor_bytes = 4 if self.stored is torch.int8 else 0
+        bias_bytes = self._bias_dtype.itemsize if self.maths.bias else 0
+        return weights * self.stored.itemsize + outputs * (factor_bytes + bias_bytes)
 
     @property
     def nbytes(self) -> int:
+        """Of all that are held, as if none was viewed."""
         return self.expert_bytes * sum(len(layer.experts) for layer in self._layers.values())
 
     @torch.no_grad()
@@ -237,11 +258,16 @@ def load_from_checkpoint(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     threads: Threads = ONE_THREAD,
+    *,
+    stored: torch.dtype | None = None,
 ) -> ExpertShard:
-    """Reads experts by byte range into a new shard; only one expert's file bytes are in memory at a time."""
+    """Reads experts by byte range into a new shard; only one expert's file bytes are in memory at a time.
+
+    `stored` is what `stored_dtype` says unless told otherwise. Raises UsageError as `ExpertShard` does.
+    """
     sizes = checkpoint.maths, checkpoint.hidden_size, checkpoint.expert_hidden_size
     parts = {tensor.spec for expert in checkpoint.experts.values() for tensor in expert.values()}
-    stored = stored_dtype(*sizes, parts, dtype, torch.device(device))
+    stored = stored or stored_dtype(*sizes, parts, dtype, torch.device(device))
     shard = ExpertShard(*sizes, dtype, device, stored=stored, threads=threads)
     for expert in experts:
         if expert not in checkpoint.experts:

@@ -9,12 +9,12 @@ import torch
 
 from kvasir_node.model.expert_kernel import ExpertForm
 from kvasir_node.model.expert_parts import ExpertWeights
-from kvasir_node.model.kernels.abi import BF16, CLAMPED, F32, GLU, GPT_OSS, STEP
+from kvasir_node.model.kernels.abi import BF16, CLAMPED, F32, GLU, GPT_OSS, INT8, STEP
 from kvasir_node.model.kernels.library import is_able
 from kvasir_node.model.maths import ExpertMaths
 
 _FORMS = {"glu": GLU, "clamped": CLAMPED, "gptoss": GPT_OSS}
-_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
+_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}
 
 
 def form_of(
@@ -31,9 +31,15 @@ def form_of(
 def addresses(weights: ExpertWeights) -> list[int]:
     """A row of the kernel's table; the weights must live as long as it is used."""
     inner = weights.down.shape[1]
-    up, bias = weights.up, weights.up_bias
+    up, gate = weights.up, weights.up if weights.gate is None else weights.gate
     half = up.shape[0] - inner  # where the rows of `up` begin: behind those of the gate, if there are any
-    biases = [0, 0, 0]
-    if bias is not None and weights.down_bias is not None:
-        biases = [bias.data_ptr(), bias[half:].data_ptr(), weights.down_bias.data_ptr()]
-    return [up.data_ptr(), up[half:].data_ptr(), weights.down.data_ptr(), 0, 0, 0, *biases]
+    factors, biases = [0, 0, 0], [0, 0, 0]
+    if weights.up_factors is not None and weights.down_factors is not None:
+        factors = _of_three(weights.up_factors, half, weights.down_factors)
+    if weights.up_bias is not None and weights.down_bias is not None:
+        biases = _of_three(weights.up_bias, half, weights.down_bias)
+    return [gate.data_ptr(), up[half:].data_ptr(), weights.down.data_ptr(), *factors, *biases]
+
+
+def _of_three(ups: torch.Tensor, half: int, down: torch.Tensor) -> list[int]:
+    return [ups.data_ptr(), ups[half:].data_ptr(), down.data_ptr()]

@@ -19,7 +19,7 @@ from kvasir_node.model.tensor_file import TensorSpec, parse_expert_file
 from kvasir_node.model.threads import ONE_THREAD, Threads
 from kvasir_node.roles.content import read_blob
 from kvasir_node.roles.download import RunBlocking
-from kvasir_node.roles.loading import DTYPES, new_shard
+from kvasir_node.roles.loading import shard_for
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobRef
 
@@ -80,8 +80,8 @@ class Holdings:
         """Reads experts that are in the store, and tries them.
 
         Raises CapacityError when they do not fit beside the rest, DataError for blobs that are not what the manifest
-        promises. Cancel-safety: after a failure or a cancel only `drop` is left to do; a cancel takes effect between
-        two experts.
+        promises, UsageError for a dtype that this machine cannot compute them in. Cancel-safety: after a failure or a
+        cancel only `drop` is left to do; a cancel takes effect between two experts.
         """
         held = self._reserve(lease, (model, dtype), manifest, frozenset(experts))
         for expert, blob in experts.items():
@@ -97,7 +97,7 @@ class Holdings:
     ) -> _HeldModel:
         held = self._models.get(key)
         if held is None:
-            held = _HeldModel(manifest, new_shard(manifest, DTYPES[key[1]], self._device, self._threads))
+            held = _HeldModel(manifest, shard_for(manifest, key[1], self._device, self._threads))
         others = sum(other.reserved_bytes for other in self._models.values() if other is not held)
         needed = len(held.experts | experts) * held.shard.expert_bytes
         if others + needed > self._memory_bytes:

@@ -21,6 +21,7 @@ from kvasir_node.decide.residency import places, spread_over_layers
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.dtype_choice import choose_dtype
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint, stored_dtype
+from kvasir_node.model.int8_error import int8_error
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.text import TextModel
@@ -29,6 +30,7 @@ from kvasir_node.model.threads import ONE_THREAD, Threads
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INT8 = "int8"
 SWITCH_INTERVAL_S = 0.0005  # Python's own is ten times that: as long as a whole forward of a small model
 FREE_MEMORY_RATIO = 0.6  # of what the trunk leaves free, for experts: caches, answers and other programs need some too
 
@@ -49,6 +51,7 @@ class LoadedModel:
     wanted: frozenset[ExpertId]
     borrowed_bytes_max: int
     threads: Threads
+    expert_error: float | None = None  # of int8 experts, as `int8_error` measures it
 
     @property
     def lacks_experts(self) -> bool:
@@ -61,9 +64,11 @@ def compute_dtype(wanted: str, checkpoint: Checkpoint, device: torch.device) -> 
     return choose_dtype(checkpoint, device) if wanted == "auto" else DTYPES[wanted]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As settings and messages spell it."""
-    return next(name for name, each in DTYPES.items() if each == dtype)
+def expert_dtype(shard: ExpertShard) -> str:
+    """As messages spell it: whoever computes the same experts for the same coordinator must load them so."""
+    if shard.stored is torch.int8:
+        return INT8
+    return next(name for name, each in DTYPES.items() if each == shard.dtype)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -86,39 +91,79 @@ def pick_device(wanted: str) -> torch.device:
 def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedModel:
     """Reads the tokenizer and the experts that this coordinator holds at first. Blocks; run it in a thread.
 
-    Raises UsageError when `coordinator.memory_bytes` is too small for a single expert.
+    Raises UsageError when `coordinator.memory_bytes` is too small for a single expert, or for int8 experts that cannot
+    be computed here.
     """
     checkpoint = open_checkpoint(path)
     device = pick_device(settings.node.device)
     dtype = compute_dtype(settings.coordinator.dtype, checkpoint, device)
     wanted = held_experts(manifest, settings.coordinator.hold)
-    expert_bytes = new_shard(manifest, dtype, device).expert_bytes
+    stored = torch.int8 if settings.coordinator.experts == INT8 else None
+    empty = new_shard(manifest, dtype, device, stored=stored)
+    expert_bytes = empty.expert_bytes
     memory_bytes = expert_memory(settings.coordinator.memory_bytes, manifest, dtype, device, expert_bytes)
-    count = places(memory_bytes // expert_bytes, len(wanted))
+    count = places(memory_bytes // expert_bytes, len(wanted), borrows=not _lies_ready(checkpoint, manifest, empty))
     if count < len(wanted):
         logger.info(
             "%d of the %d experts to hold fit into coordinator.memory_bytes, %d MB; the hottest stay, the others are "
-            "read when they are needed",
+            "computed from the disk",
             count,
             len(wanted),
             memory_bytes >> 20,
         )
     threads = Threads(thread_count(settings.node.threads))
-    shard = load_from_checkpoint(checkpoint, spread_over_layers(wanted, count), dtype, device, threads)
+    shard = load_from_checkpoint(
+        checkpoint, spread_over_layers(wanted, count), dtype, device, threads, stored=empty.stored
+    )
     held = {layer: shard.held(layer) for layer in checkpoint.layers}
     borrowed_bytes_max = memory_bytes - count * expert_bytes
     return LoadedModel(
-        manifest, checkpoint, TextModel(path), shard, held, frozenset(wanted), borrowed_bytes_max, threads
+        manifest,
+        checkpoint,
+        TextModel(path),
+        shard,
+        held,
+        frozenset(wanted),
+        borrowed_bytes_max,
+        threads,
+        _measured_error(checkpoint) if stored is torch.int8 else None,
     )
 
 
+def _measured_error(checkpoint: Checkpoint) -> float | None:
+    error = int8_error(checkpoint)
+    if error is None:
+        logger.warning("experts are int8; how far they are from the model's is unknown, as none of them is here yet")
+    else:
+        logger.info("experts are int8: a layer's sums are %.2f %% off those of the checkpoint's weights", 100 * error)
+    return error
+
+
+def _lies_ready(checkpoint: Checkpoint, manifest: Manifest, shard: ExpertShard) -> bool:
+    """Whether no expert ever needs to be borrowed: all are on this disk, just as they are computed."""
+    is_complete = len(checkpoint.experts) == len(manifest.layers) * manifest.experts_per_layer
+    return is_complete and all(shard.can_view(manifest.expert_parts(layer)) for layer in manifest.layers)
+
+
+def shard_for(manifest: Manifest, name: str, device: torch.device, threads: Threads = ONE_THREAD) -> ExpertShard:
+    """For experts of this model in a dtype as messages spell it; empty. Raises UsageError as `ExpertShard` does."""
+    if name == INT8:
+        return new_shard(manifest, torch.float32, device, threads, stored=torch.int8)
+    return new_shard(manifest, DTYPES[name], device, threads)
+
+
 def new_shard(
-    manifest: Manifest, dtype: torch.dtype, device: torch.device, threads: Threads = ONE_THREAD
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: Threads = ONE_THREAD,
+    *,
+    stored: torch.dtype | None = None,
 ) -> ExpertShard:
-    """For experts of this model; empty."""
+    """For experts of this model; empty. `stored` is what `stored_dtype` says unless told otherwise."""
     sizes = ExpertMaths.from_dict(manifest.maths), manifest.hidden_size, manifest.expert_hidden_size
     parts = {part for layer in manifest.layers for part in manifest.expert_parts(layer).values()}
-    stored = stored_dtype(*sizes, parts, dtype, device)
+    stored = stored or stored_dtype(*sizes, parts, dtype, device)
     return ExpertShard(*sizes, dtype, device, stored=stored, threads=threads)
 
 

@@ -1,8 +1,9 @@
 """What a coordinator computes itself: the experts it holds, and any other for a while, from this machine's disk.
 
 It does not know workers, routes, heat or requests for text. Any thread may compute. Experts that are held stay until
-`give_up`; those that are borrowed from the disk make room for each other, the longest unused first, so that a model
-larger than this machine's memory never fills it. A thread that computes waits only for the read of what it needs.
+`give_up`. Of the others, those that lie in the checkpoint just as they are computed are mapped: the system's page cache
+is their room. The rest are borrowed, that is read and decoded, and make room for each other, the longest unused first,
+so that a model larger than this machine's memory never fills it. A thread that computes waits only for what it needs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvasir_node.base.errors import DataError, KvasirError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import Checkpoint
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.model.mapped_files import MappedFiles
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.roles.quiescence import Quiescence
@@ -54,7 +56,7 @@ class _Loan:
 
 class OwnExperts:
     """`held` says, by layer, what `shard` holds; at most `borrowed_bytes_max` come on top, or one expert for each
-    thread that computes.
+    thread that computes, and what is mapped.
 
     `held` is changed by `keep` and `give_up`, a layer at a time, each layer's set as a whole; others may look on.
     `moves` = whether that ever happens. Shapes as in `model.experts`: rows [R,D], pair_row, pair_expert,
@@ -80,7 +82,9 @@ class OwnExperts:
         self._complete = frozenset(layer for layer, own in held.items() if len(own) == count)
         self._room = max(1, borrowed_bytes_max // shard.expert_bytes)
         self._loans: OrderedDict[ExpertId, _Loan] = OrderedDict()  # longest unused first
-        self._lending = threading.Lock()  # of `_loans` and what is in the shard on their account; held for moments
+        self._lending = threading.Lock()  # of `_loans` and what else is in the shard but not held; held for moments
+        self._files = MappedFiles()
+        self._mapped: dict[int, set[int]] = {layer: set() for layer in held}  # in the shard for good, held or not
         self._leaving: ExpertId | None = None  # not held any more, but somebody may still compute with it
         self._computing = Quiescence()
         self.loads = 0
@@ -97,6 +101,11 @@ class OwnExperts:
     def borrowed(self) -> int:
         """Experts that are in memory for a while."""
         return len(self._loans)
+
+    @property
+    def mapped(self) -> int:
+        """Experts that are not held and were computed where they lie in the checkpoint."""
+        return sum(len(indices - self._held[layer]) for layer, indices in self._mapped.items())
 
     def compute(
         self,
@@ -116,13 +125,12 @@ class OwnExperts:
         needed = set(pair_expert.tolist())
         with self._computing.use():  # what is held now stays until this ends
             held = self._held[layer]
-            missing = sorted(needed - held)
+            missing = sorted(index for index in needed - held - self._mapped[layer] if not self._map(layer, index))
             if not missing:
                 return self._shard.compute(layer, rows, pair_row, pair_expert, pair_weight)
             self._require(layer, missing, pair_row, pair_expert)
-            return self._compute_in_groups(
-                layer, missing, sorted(needed & held), rows, pair_row, pair_expert, pair_weight
-            )
+            own = sorted(needed.difference(missing))
+            return self._compute_in_groups(layer, missing, own, rows, pair_row, pair_expert, pair_weight)
 
     def sums(self, request: ExpertRequest) -> torch.Tensor:
         """What a worker should have answered to a request; [R,D] float32 on the CPU, as requests are."""
@@ -156,7 +164,34 @@ class OwnExperts:
         with self._lending:  # somebody who found it gone may have begun to borrow it
             self._leaving = None
             if expert not in self._loans:
-                self._shard.remove(expert)
+                self._take_out(expert)
+
+    def _map(self, layer: int, index: int) -> bool:
+        """Whether an expert that was not held a moment ago can be computed now without being borrowed."""
+        expert = ExpertId(layer, index)
+        with self._lending:
+            if index in self._held[layer] or index in self._mapped[layer]:
+                return True
+            return expert not in self._loans and self._view(expert)
+
+    def _view(self, expert: ExpertId) -> bool:
+        """Puts an expert into the shard as it lies in the checkpoint, for good, if that can be."""
+        parts = self._checkpoint.experts.get(expert)
+        if parts is None or not self._shard.can_view({name: tensor.spec for name, tensor in parts.items()}):
+            return False
+        try:
+            self._shard.add_views(expert, {name: self._files.tensor(tensor) for name, tensor in parts.items()})
+        except DataError:  # then it is read, and whoever reads it says what is wrong
+            return False
+        self._mapped[expert.layer].add(expert.index)
+        return True
+
+    def _take_out(self, expert: ExpertId) -> None:
+        """Frees the memory of an expert that is neither held nor lent; one that is mapped is computed as before."""
+        if expert.index in self._mapped[expert.layer]:
+            self._view(expert)
+        else:
+            self._shard.remove(expert)
 
     def _require(self, layer: int, missing: Sequence[int], pair_row: torch.Tensor, pair_expert: torch.Tensor) -> None:
         """Raises ExpertsMissing unless all can be read from this disk, if they are not in memory."""
@@ -242,7 +277,7 @@ class OwnExperts:
                 return False
             del self._loans[unused]
             if unused != self._leaving:
-                self._shard.remove(unused)
+                self._take_out(unused)
         return True
 
     def _read_in(self, expert: ExpertId, loan: _Loan) -> None:

@@ -38,7 +38,7 @@ ADDRESSES_MAX = 16
 SLICES_MAX = 4096
 PROVEN_MAX = 256  # peers listed for one slice
 TABLE_MODELS_MAX = 64  # of one demand table
-DTYPES = ("float32", "bfloat16")  # that experts are computed in
+DTYPES = ("float32", "bfloat16", "int8")  # that experts are computed in; int8 = of their weights alone
 _ADDRESS_CHARS_MAX = 256
 _NAME_CHARS_MAX = 128
 _COUNT_MAX = 1 << 20
@@ -74,7 +74,7 @@ class DemandRecord:
     ttl_s: float
     model: ModelId
     model_name: str
-    dtype: str  # that this coordinator computes in, so whoever computes for it does too
+    dtype: str  # that this coordinator computes experts in, so whoever computes for it does too
     slice_bytes: int  # of the largest slice, in memory in that dtype
     addresses: tuple[str, ...]
     slots: int

@@ -7,7 +7,7 @@ import torch
 import trio
 from role_fakes import EXPERT_BYTES, HIDDEN, SLICES, request_for, tiny_checkpoint
 
-from kvasir_node.base.errors import CapacityError, DataError
+from kvasir_node.base.errors import CapacityError, DataError, UsageError
 from kvasir_node.base.ids import ExpertId, SliceId
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.experts import load_from_checkpoint
@@ -162,3 +162,12 @@ async def test_law_8_two_coordinators_that_compute_in_different_dtypes_are_both_
     model.holdings.drop("a", model.id, "float32")
     assert model.holdings.bytes_of(model.id, "float32", 1) is None
     assert rounded.held(0) == {0, 1}
+
+
+async def test_int8_experts_that_this_machine_cannot_compute_are_refused_before_any_room_is_taken(
+    autojump_clock, tmp_path
+):
+    model = Model(tmp_path)
+    with pytest.raises(UsageError, match="int8 experts"):
+        await model.load("a", SLICES[0], "int8")  # too narrow for the kernel
+    assert (model.holdings.reserved_bytes, model.holdings.leases()) == (0, frozenset())

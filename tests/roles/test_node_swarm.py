@@ -84,6 +84,30 @@ async def test_law_8_workers_compute_in_the_dtype_of_the_coordinator_and_not_in_
         assert {model.shard.dtype for model in held.values()} == {torch.bfloat16}
 
 
+async def test_law_1_same_answer_of_int8_experts_whoever_computes_them(tmp_path):
+    replies: dict[str, str] = {}
+    for hold in ("all", "none"):
+        flags = {"coordinator__experts": "int8", "coordinator__hold": hold, "fanout__spot_check_ratio": 1.0}
+        async with open_swarm(tmp_path / hold, **flags) as swarm:
+            if hold != "all":
+                worker = await swarm.add("worker", **WORKER)
+                await all_proven(swarm)
+                assert worker.worker is not None
+                assert {dtype for _, dtype in worker.worker._holdings._models} == {"int8"}
+            reply = await ask(swarm.main, PROMPTS[0], 48)
+            replies[hold] = reply.text
+            facts, seen = reply.end.facts, swarm.main.snapshot()
+            assert (facts.local_pairs == 0) == (hold == "none")
+            assert (facts.remote_pairs == 0) == (hold == "all")
+            assert (facts.fallbacks, seen.fanout.mismatches) == (0, 0)
+            assert seen.fanout.spot_checks > 0 or hold == "all"
+            assert seen.model is not None
+            assert seen.model.expert_dtype == "int8"
+            assert seen.model.expert_error is not None
+            assert 0 < seen.model.expert_error < 0.02
+    assert replies["none"] == replies["all"]
+
+
 async def test_law_2_idle_is_local_and_a_burst_recruits_proves_shares_and_lets_go(tmp_path):
     async with open_swarm(tmp_path) as swarm:
         main = swarm.main

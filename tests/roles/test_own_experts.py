@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fanout_fakes import EXPERTS, LAYERS, D, in_thread, make_checkpoint, make_own, make_shard, random_rows
+from safetensors.torch import save_file
 
 from kvasir_node.base.errors import DataError, KvasirError
 from kvasir_node.base.ids import ExpertId
-from kvasir_node.model.checkpoint import Checkpoint
+from kvasir_node.model.checkpoint import Checkpoint, ExpertMaths
+from kvasir_node.model.experts import load_from_checkpoint
 from kvasir_node.model.missing import ExpertsMissing
+from kvasir_node.model.tensor_file import TensorRange, read_header
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.roles.dispatch import pick_pairs
 from kvasir_node.roles.own_experts import OwnExperts
@@ -241,3 +245,100 @@ def test_what_is_nowhere_on_this_machine_is_told_with_the_rows_that_need_it_befo
     assert raised.value.experts == {6, 7}
     assert own.loads == 0
     own.compute(1, torch.ones(2, D), *pairs_of(chosen[[0, 2]], torch.ones(2, 2)))
+
+
+# Mapped experts ---------------------------------------------------------------------------------------------------
+
+
+class Mappable:
+    """Experts whose sizes a kernel computes, in a file of bfloat16."""
+
+    def __init__(self, folder: Path, hold: Callable[[int], bool]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        shapes = {"down": (64, 32), "gate": (32, 64), "up": (32, 64)}
+        names = [(layer, index, part) for layer in (0, 1) for index in range(EXPERTS) for part in shapes]
+        tensors = {
+            f"{layer}.{index}.{part}": (torch.randn(shapes[part], generator=generator) / 8).to(torch.bfloat16)
+            for layer, index, part in names
+        }
+        save_file(tensors, folder / "model.safetensors")
+        ranges = read_header(folder / "model.safetensors")
+        experts: dict[ExpertId, dict[str, TensorRange]] = {}
+        for layer, index, part in names:
+            experts.setdefault(ExpertId(layer, index), {})[part] = ranges[f"{layer}.{index}.{part}"]
+        maths = ExpertMaths()
+        self.checkpoint = Checkpoint(folder, {}, "qwen3_moe", maths, (0, 1), EXPERTS, 2, 64, 32, experts, {}, ())
+        self.truth = load_from_checkpoint(self.checkpoint, experts, torch.float32)
+        self.shard = load_from_checkpoint(self.checkpoint, [e for e in experts if hold(e.index)], torch.float32)
+        held = {layer: self.shard.held(layer) for layer in (0, 1)}
+        self.own = OwnExperts(self.shard, self.checkpoint, held, 0, moves=True)
+
+    def check(self, seed: int, layer: int = 0, count: int = 6) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(count, 64, generator=generator)
+        chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3] for _ in range(count)])
+        pairs = pairs_of(chosen, torch.rand(count, 3, generator=generator))
+        assert torch.equal(self.own.compute(layer, rows, *pairs), self.truth.compute(layer, rows, *pairs))
+
+
+def test_experts_that_lie_ready_are_computed_where_they_lie_and_take_no_room(tmp_path):
+    model = Mappable(tmp_path, lambda index: index < 2)
+    for seed in range(10):
+        model.check(seed, layer=seed % 2)
+    assert model.own.mapped == 2 * (EXPERTS - 2)
+    assert (model.own.loads, model.own.borrowed) == (0, 0)
+    (tmp_path / "model.safetensors").unlink()  # what was mapped stays, and nothing is opened again
+    model.check(11)
+
+
+def test_a_mapped_expert_may_be_held_and_given_up(tmp_path):
+    model = Mappable(tmp_path, lambda index: index < 2)
+    for seed in range(4):
+        model.check(seed)
+    expert = ExpertId(0, 5)
+    mapped_at = model.shard._layers[0].experts[5].down.data_ptr()
+    model.own.keep(expert)
+    assert model.own._held[0] == {0, 1, 5}
+    assert model.own.mapped == EXPERTS - 3
+    assert model.shard._layers[0].experts[5].down.data_ptr() != mapped_at
+    model.check(5)
+    model.own.give_up(expert)
+    assert model.own.mapped == EXPERTS - 2
+    assert model.shard._layers[0].experts[5].down.data_ptr() == mapped_at  # the copy's memory is free again
+    model.own.give_up(ExpertId(0, 1))  # never mapped so far
+    assert not model.shard.holds(ExpertId(0, 1))
+    for seed in range(6, 12):
+        model.check(seed)
+    assert (model.own.loads, model.own.borrowed, model.own.mapped) == (1, 0, EXPERTS - 1)
+
+
+def test_what_cannot_be_mapped_is_read_which_says_what_is_wrong(tmp_path):
+    model = Mappable(tmp_path, lambda index: False)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"reading model\.safetensors"):
+        model.check(0)
+    assert (model.own.mapped, model.own.borrowed) == (0, 0)
+
+
+def test_law_1_threads_compute_the_same_while_mapped_experts_are_held_and_given_up(tmp_path):
+    model = Mappable(tmp_path, lambda index: index < 2)
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        for step in range(60):
+            try:
+                model.check(1000 * seed + step, layer=0)
+            except (AssertionError, KvasirError) as error:
+                failures.append((seed, step, error))
+
+    threads = [in_thread(lambda seed=seed: work(seed)) for seed in range(2)]
+    chance = random.Random(3)
+    for _ in range(40):
+        held = model.own._held[0]
+        model.own.give_up(ExpertId(0, chance.choice(sorted(held))))
+        model.own.keep(ExpertId(0, chance.choice(sorted(set(range(EXPERTS)) - model.own._held[0]))))
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not failures
+    assert model.own.borrowed == 0

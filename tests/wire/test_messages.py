@@ -232,7 +232,7 @@ def test_a_model_id_is_a_cid_in_its_one_spelling(bad):
 
 @pytest.mark.parametrize("bad", ["float16", "FLOAT32", "", "float32 "])
 def test_a_dtype_is_one_that_experts_are_computed_in(bad):
-    with pytest.raises(Misbehaved, match="float32, bfloat16"):
+    with pytest.raises(Misbehaved, match="float32, bfloat16, int8"):
         Attachment.from_bytes(encode({"model": str(MODEL), "dtype": bad, "slices": []}))
 
 

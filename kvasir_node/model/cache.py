@@ -9,12 +9,13 @@ keep a state that each token replaces. Writing keys again is harmless, moving a 
 states of its forward until `commit`, so that a forward that failed may be repeated.
 
 Shapes: S slots, B rows of one forward (a slot each), H key/value heads, C context, Q new tokens per row, D head width,
-N keys looked at: the longest row's length after this forward.
+N keys looked at: the longest row's length after this forward, T tokens of a packed forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class SlotCache:
     Shorter rows see their unused keys masked, so a slot must be cleared before another request uses it.
 
     `keys` and `values` are open to whoever computes attention by other means than `Lane.update`: by layer,
-    [S, H, C, D]. A forward with Q = 1 writes position `starts[i]` of slot `slots[i]` and reads up to there.
+    [S, H, C, D]. Each token of a forward writes its own position of its slot and reads up to there.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device) -> None:
@@ -75,13 +76,16 @@ class Lane(Cache):
     """The aim of one forward at a time: `begin` before it, `commit` when it and all that belongs to it has happened.
 
     Set by `begin`: `slots` and `starts` (B numbers each: the slot, and how many positions it has), `positions` [B, Q],
-    `rows` [B] (`slots` as a tensor) and `length` (N).
+    `rows` [B] (`slots` as a tensor) and `length` (N). By `begin_packed`: the same, but `positions` and `rows` are [T],
+    and `last`: the place of each row's last token among the T.
     """
 
     def __init__(self, pools: SlotCache) -> None:
         super().__init__(layers=[])
         self.pools = pools
         self.slots: tuple[int, ...] = ()
+        self.last: tuple[int, ...] = ()
+        self._counts: tuple[int, ...] = ()  # tokens of each row if packed, as `rows` was made for them
         self.begin([0], [0], 1)
 
     def begin(self, slots: Sequence[int], starts: Sequence[int], new_tokens: int) -> None:
@@ -90,22 +94,36 @@ class Lane(Cache):
         Writing the same positions again is allowed: a forward that failed half-way may be repeated. States that were
         staged and not committed are forgotten.
         """
-        pools, device = self.pools, self.pools.device
-        longest = max(starts) + new_tokens
-        if longest > pools.context or not all(0 <= slot < pools.slots for slot in slots):
-            raise BugError(f"cache of {pools.slots} × {pools.context} aimed at slots {slots} up to position {longest}")
-        if self.slots != tuple(slots):
-            self.slots = tuple(slots)
+        device = self.pools.device
+        self._aim(slots, starts, max(starts) + new_tokens)
+        if self.slots != tuple(slots) or self._counts:
+            self.slots, self._counts = tuple(slots), ()
             self.rows = torch.tensor(slots, device=device)
             # Neighbouring slots are read as a view; anything else costs a copy of their keys and values.
             is_run = self.slots == tuple(range(slots[0], slots[0] + len(slots)))
             self._run = slice(slots[0], slots[0] + len(slots)) if is_run else None
-        self.starts = tuple(starts)
-        self.length = longest
         self._new_tokens = new_tokens
         self._is_fresh = not any(starts)  # else rows that start anew find the zeros that `clear` left
         first = torch.tensor(starts, device=device)[:, None]
         self.positions = first if new_tokens == 1 else first + torch.arange(new_tokens, device=device)
+
+    def begin_packed(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """As `begin`, but row i writes `counts[i]` positions. For attention on the pools themselves: what the layers
+        of transformers call does not work with it, and there may be no states."""
+        device = self.pools.device
+        self._aim(slots, starts, max(start + count for start, count in zip(starts, counts, strict=True)))
+        if self.slots != tuple(slots) or self._counts != tuple(counts):
+            self.slots, self._counts = tuple(slots), tuple(counts)
+            self.rows = torch.tensor(slots, device=device).repeat_interleave(torch.tensor(counts, device=device))
+            self.last = tuple(end - 1 for end in accumulate(counts))
+        spans = (range(start, start + count) for start, count in zip(starts, counts, strict=True))
+        self.positions = torch.tensor([position for span in spans for position in span], device=device)
+
+    def _aim(self, slots: Sequence[int], starts: Sequence[int], longest: int) -> None:
+        pools = self.pools
+        if longest > pools.context or not all(0 <= slot < pools.slots for slot in slots):
+            raise BugError(f"cache of {pools.slots} × {pools.context} aimed at slots {slots} up to position {longest}")
+        self.starts, self.length = tuple(starts), longest
         self._staged: dict[_StateKey, torch.Tensor] = {}
 
     def commit(self) -> None:

@@ -2,61 +2,31 @@
 
 It does not know tokenizers, text, time or the network, and awaits nothing; one thread at a time may use it. A step
 that raises has changed nothing that a later step could see, so it may be repeated.
+
+Where the trunk packs rows of any length, the next token of every running job and chunks of several prompts are one
+forward, so weights are read once per step; else prompts are computed one after the other, each in a forward of its own.
 """
 
 from __future__ import annotations
 
 import secrets
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 
 import torch
 
 from kvasir_node.base.errors import BugError, CapacityError, UsageError
 from kvasir_node.base.generation import FinishReason
 from kvasir_node.model.cache import Lane
-from kvasir_node.model.jobs import AnswerTally, BadLogits, ConstraintFailed, Job, StepToken
-from kvasir_node.model.missing import ExpertsMissing, JobsWait
+from kvasir_node.model.forwards import Forward, Seat
+from kvasir_node.model.jobs import BadLogits, ConstraintFailed, Job, StepToken
 from kvasir_node.model.prefix_cache import PrefixCache, Refill
 from kvasir_node.model.sampling import TokenScores, bad_rows, choose, forbid, likeliest, score, shift, uniform
-from kvasir_node.model.trunk import RowTally, Trunk
+from kvasir_node.model.trunk import Trunk
 
 LANES_MAX = 4
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A job and its slot, which is the job's own once it `is_filled`. `fed`: tokens whose keys and values it has."""
-
-    job: Job
-    slot: int
-    seed: int
-    is_plain: bool
-    fed: list[int] = field(default_factory=list[int])
-    is_filled: bool = False
-    is_poisoned: bool = False
-    answer: list[int] = field(default_factory=list[int])
-    counts: Counter[int] = field(default_factory=Counter[int])  # of the answer's tokens
-    tally: AnswerTally = field(default_factory=AnswerTally)
-
-
-@dataclass(slots=True)
-class _Forward:
-    """One forward: `tokens` [B][Q] of `seats`, and what it gave: `logits` [B, V] and the tally of its rows.
-
-    `twins` have the prompt that the only seat computes, and get their part of the cache from it.
-    """
-
-    lane: Lane
-    seats: Sequence[_Seat]
-    tokens: list[list[int]]
-    gives_tokens: bool = True
-    twins: Sequence[_Seat] = ()
-    logits: torch.Tensor = field(init=False)
-    rows: RowTally = field(init=False)
 
 
 class Engine:
@@ -64,6 +34,7 @@ class Engine:
 
     `lanes` (1 … LANES_MAX, may be set at any time): the running jobs are split into so many forwards, each in a thread
     of its own, so that one of them computes while another waits for experts elsewhere. With 1 there are no threads.
+    Packed prompts go with the first one.
     """
 
     def __init__(
@@ -82,15 +53,16 @@ class Engine:
         self._prefill_chunk = prefill_chunk
         self._cache = trunk.new_cache(slots, context)
         self._lanes = [self._cache.lane() for _ in range(LANES_MAX)]
-        self._prefill_lane = self._cache.lane()
+        self._prefill_lane = self._cache.lane()  # of a trunk that does not pack
+        self._packs = trunk.packs(self._cache)
         # A model whose prompts cannot be computed in parts could not take up a sequence either.
         self._prefixes = PrefixCache(
             slots, reuses=reuses_prefixes and trunk.splits_prompts, whole=bool(self._cache.states)
         )
-        self._joining: deque[_Seat] = deque()  # at most `slots`, as every seat has a slot
-        self._running: dict[int, _Seat] = {}
-        self._in_order: list[_Seat] = []  # those running, by slot
-        self._paused: dict[int, _Seat] = {}
+        self._joining: deque[Seat] = deque()  # at most `slots`, as every seat has a slot
+        self._running: dict[int, Seat] = {}
+        self._in_order: list[Seat] = []  # those running, by slot
+        self._paused: dict[int, Seat] = {}
         self._is_to_forget = False
         self.prompt_tokens = 0  # of all prompts whose computing has begun
         self.reused_tokens = 0  # of these, those that were found in the cache
@@ -127,7 +99,7 @@ class Engine:
         if not self.free_slots:
             raise CapacityError(f"all {self.slots} slots are busy")
         seed = secrets.randbits(64) if job.sampling.seed is None else job.sampling.seed
-        self._joining.append(_Seat(job, self._prefixes.take(job.prompt), seed, job.is_plain))
+        self._joining.append(Seat(job, self._prefixes.take(job.prompt), seed, job.is_plain))
 
     def leave(self, job_id: int) -> None:
         """Ends a job and frees its slot; does nothing for one that has ended already."""
@@ -157,7 +129,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepToken]:
-        """One token for every running job, and one chunk of the prompt of the job that has waited longest.
+        """One token for every running job, and up to `prefill_chunk` tokens of prompts, those that came first first.
 
         Raises BadLogits or ConstraintFailed that name a job, JobsWait for jobs that should be paused, or whatever the
         expert dispatch raises.
@@ -165,9 +137,7 @@ class Engine:
         if self._is_to_forget:
             self._is_to_forget = False
             self._prefixes.forget()
-        forwards = [self._decode(lane, seats) for lane, seats in zip(self._lanes, self._shares(), strict=False)]
-        if self._joining:
-            forwards.append(self._prefill(self._joining[0]))
+        forwards = self._packed() if self._packs else self._separate()
         self._compute(forwards)
         for forward in forwards:
             self._check_logits(forward)
@@ -176,7 +146,7 @@ class Engine:
             forward.lane.commit()
         return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
-    def _shares(self) -> list[list[_Seat]]:
+    def _shares(self) -> list[list[Seat]]:
         """The running jobs by lane: neighbours together, because neighbouring slots are read without a copy."""
         seats = self._in_order
         lanes = min(self._lane_count, len(seats))
@@ -184,48 +154,98 @@ class Engine:
             return [seats] * lanes
         return [seats[len(seats) * lane // lanes : len(seats) * (lane + 1) // lanes] for lane in range(lanes)]
 
-    def _decode(self, lane: Lane, seats: Sequence[_Seat]) -> _Forward:
-        lane.begin([seat.slot for seat in seats], [len(seat.fed) for seat in seats], 1)
-        return _Forward(lane, list(seats), [seat.answer[-1:] for seat in seats])
+    def _packed(self) -> list[Forward]:
+        """A forward for each lane."""
+        shares, chunks = self._shares(), self._chunks()
+        if not shares:
+            return [self._forward(self._lanes[0], [], chunks)] if chunks else []
+        lanes = zip(self._lanes, shares, strict=False)
+        return [self._forward(lane, seats, () if number else chunks) for number, (lane, seats) in enumerate(lanes)]
 
-    def _prefill(self, seat: _Seat) -> _Forward:
+    def _separate(self) -> list[Forward]:
+        """A forward for each lane, and one for the prompt that came first."""
+        forwards = [self._forward(lane, seats) for lane, seats in zip(self._lanes, self._shares(), strict=False)]
+        if self._joining:
+            seat = self._joining[0]
+            size = self._prefill_chunk if self._trunk.splits_prompts else len(seat.job.prompt)
+            forwards.append(self._forward(self._prefill_lane, [], [(seat, self._chunk(seat, size))]))
+        return forwards
+
+    def _chunks(self) -> list[tuple[Seat, list[int]]]:
+        """Tokens of prompts for one forward. The first prompt may take all the room."""
+        chunks: list[tuple[Seat, list[int]]] = []
+        room = self._prefill_chunk
+        for seat in self._joining:
+            if not room:
+                break
+            if not self._is_coming(seat, chunks):
+                chunk = self._chunk(seat, room)
+                chunks.append((seat, chunk))
+                room -= len(chunk)
+        return chunks
+
+    def _is_coming(self, seat: Seat, chunks: Sequence[tuple[Seat, list[int]]]) -> bool:
+        """Whether these chunks of others are what the seat needs as well, so that it should wait and copy."""
+        if any(other.job.prompt == seat.job.prompt for other, _ in chunks):
+            return True
+        return not seat.is_filled and self._prefixes.gains(seat.job.prompt, [(each.slot, new) for each, new in chunks])
+
+    def _chunk(self, seat: Seat, size: int) -> list[int]:
+        """The next tokens of a prompt. Before the first of them, what others have computed of it is copied."""
+        prompt = seat.job.prompt
         if not seat.is_filled:
-            self._fill(seat, self._prefixes.refill(seat.slot, seat.job.prompt))
-            self.prompt_tokens += len(seat.job.prompt)
+            self._fill(seat, self._prefixes.refill(seat.slot, prompt))
+            self.prompt_tokens += len(prompt)
             self.reused_tokens += len(seat.fed)
-        prompt, fed = seat.job.prompt, len(seat.fed)
-        size = self._prefill_chunk if self._trunk.splits_prompts else len(prompt)
-        chunk = list(prompt[fed : fed + size])
-        self._prefill_lane.begin([seat.slot], [fed], len(chunk))
-        if fed + len(chunk) < len(prompt):
-            return _Forward(self._prefill_lane, [seat], [chunk], gives_tokens=False)
-        twins = [other for other in self._joining if other is not seat and other.job.prompt == prompt]
-        return _Forward(self._prefill_lane, [seat], [chunk], twins=twins)
+        return list(prompt[len(seat.fed) : len(seat.fed) + size])
 
-    def _fill(self, seat: _Seat, refill: Refill) -> None:
+    def _forward(self, lane: Lane, running: Sequence[Seat], chunks: Sequence[tuple[Seat, list[int]]] = ()) -> Forward:
+        seats = [*running, *(seat for seat, _ in chunks)]
+        tokens = [*(seat.answer[-1:] for seat in running), *(chunk for _, chunk in chunks)]
+        slots, starts = [seat.slot for seat in seats], [len(seat.fed) for seat in seats]
+        if self._packs:
+            lane.begin_packed(slots, starts, [len(each) for each in tokens])
+        else:
+            lane.begin(slots, starts, len(tokens[0]))
+        rows = list(range(len(running)))
+        twins: list[tuple[Seat, Seat]] = []
+        twin_rows: list[int] = []
+        for row, (seat, chunk) in enumerate(chunks, len(running)):
+            prompt = seat.job.prompt
+            if len(seat.fed) + len(chunk) == len(prompt):
+                rows.append(row)
+                found = [(other, seat) for other in self._joining if other is not seat and other.job.prompt == prompt]
+                twins += found
+                twin_rows += [row] * len(found)
+        answering = [*(seats[row] for row in rows), *(twin for twin, _ in twins)]
+        return Forward(lane, seats, tokens, self._packs, answering, rows + twin_rows, twins)
+
+    def _fill(self, seat: Seat, refill: Refill) -> None:
         if refill.dirty > refill.length or not refill.length:
             self._cache.clear(seat.slot, refill.length, refill.dirty)
         if refill.source != seat.slot:
             self._cache.copy(refill.source, seat.slot, refill.length)
         seat.fed, seat.is_filled = refill.tokens, True
 
-    def _compute(self, forwards: Sequence[_Forward]) -> None:
+    def _compute(self, forwards: Sequence[Forward]) -> None:
         """All of them, at the same time if there are lanes; ends when none is under way any more."""
         if self._lane_count == 1 or len(forwards) <= 1:
             for forward in forwards:
-                _run(self._trunk, forward)
+                forward.run(self._trunk)
             return
         while len(self._forks) < len(forwards) - 1:
             self._forks.append(self._trunk.fork())
-        others = [self._threads.submit(_run, *each) for each in zip(self._forks, forwards[1:], strict=False)]
+        others = [
+            self._threads.submit(forward.run, fork) for fork, forward in zip(self._forks, forwards[1:], strict=False)
+        ]
         try:
-            _run(self._trunk, forwards[0])
+            forwards[0].run(self._trunk)
         finally:
             wait(others)
         for other in others:
             other.result()
 
-    def _check_logits(self, forward: _Forward) -> None:
+    def _check_logits(self, forward: Forward) -> None:
         for row in bad_rows(forward.logits):
             seat = forward.seats[row]
             seat.is_poisoned = True
@@ -235,14 +255,15 @@ class Engine:
                 job_id=seat.job.id,
             )
 
-    def _choose(self, forward: _Forward) -> list[tuple[int, TokenScores | None]]:
-        """The next token of each seat and twin with its scores; changes nothing."""
-        if not forward.gives_tokens:
+    def _choose(self, forward: Forward) -> list[tuple[int, TokenScores | None]]:
+        """The next token of each seat that answers, with its scores; changes nothing."""
+        seats, rows = forward.answering, forward.logit_rows
+        if not seats:
             return []
-        seats = [*forward.seats, *forward.twins]
         if all(seat.is_plain for seat in seats):
-            return [(token, None) for token in likeliest(forward.logits) * (1 + len(forward.twins))]
-        logits = forward.logits.expand(len(seats), -1)
+            tokens = likeliest(forward.logits)
+            return [(tokens[row], None) for row in rows]
+        logits = forward.logits if forward.answers_all else forward.logits[list(rows)]
         jobs = [seat.job for seat in seats]
         options = [job.sampling for job in jobs]
         draws = [uniform(seat.seed, len(seat.answer)) if seat.job.sampling.temperature > 0 else 0.0 for seat in seats]
@@ -265,22 +286,16 @@ class Engine:
                     raise ConstraintFailed(error, job_id=job.id) from error
         return masks
 
-    def _commit(self, forward: _Forward, chosen: Sequence[tuple[int, TokenScores | None]]) -> list[StepToken]:
-        first = 0
-        for seat, tokens in zip(forward.seats, forward.tokens, strict=True):
-            seat.fed += tokens
-            seat.tally = _add(seat.tally, forward.rows, first, first + len(tokens))
-            first += len(tokens)
-        for twin in forward.twins:
+    def _commit(self, forward: Forward, chosen: Sequence[tuple[int, TokenScores | None]]) -> list[StepToken]:
+        forward.take_tokens()
+        for twin, source in forward.twins:
             self._prefixes.wrote(twin.slot, self._written(twin))
-            self._fill(twin, self._prefixes.replace(twin.slot, forward.seats[0].slot, list(twin.job.prompt)))
+            self._fill(twin, self._prefixes.replace(twin.slot, source.slot, list(twin.job.prompt)))
             self.prompt_tokens += len(twin.fed)
             self.reused_tokens += len(twin.fed)
-        if not forward.gives_tokens:
-            return []
-        return [self._take(*each) for each in zip([*forward.seats, *forward.twins], chosen, strict=True)]
+        return [self._take(*each) for each in zip(forward.answering, chosen, strict=True)]
 
-    def _take(self, seat: _Seat, chosen: tuple[int, TokenScores | None]) -> StepToken:
+    def _take(self, seat: Seat, chosen: tuple[int, TokenScores | None]) -> StepToken:
         (token, scores), job = chosen, seat.job
         seat.answer.append(token)
         if not seat.is_plain:
@@ -297,18 +312,18 @@ class Engine:
             self._start(seat)
         return StepToken(job.id, token, finished, seat.tally, not is_end, scores)
 
-    def _finish_reason(self, seat: _Seat, is_end: bool) -> FinishReason | None:
+    def _finish_reason(self, seat: Seat, is_end: bool) -> FinishReason | None:
         job = seat.job
         if is_end or (job.constraint is not None and job.constraint.ended):
             return FinishReason.STOP
         is_full = len(job.prompt) + len(seat.answer) >= self.context
         return FinishReason.LENGTH if is_full or len(seat.answer) >= job.max_tokens else None
 
-    def _start(self, seat: _Seat) -> None:
+    def _start(self, seat: Seat) -> None:
         self._running[seat.job.id] = seat
         insort(self._in_order, seat, key=lambda other: other.slot)
 
-    def _stop(self, job_id: int) -> _Seat | None:
+    def _stop(self, job_id: int) -> Seat | None:
         """Takes a job out of the steps."""
         seat = self._running.pop(job_id, None)
         if seat is not None:
@@ -319,12 +334,12 @@ class Engine:
             self._joining.remove(seat)
         return seat
 
-    def _release(self, seat: _Seat) -> None:
+    def _release(self, seat: Seat) -> None:
         if seat.is_filled:
             self._prefixes.wrote(seat.slot, self._written(seat))
         self._prefixes.give_back(seat.slot, keeps=not seat.is_poisoned)
 
-    def _written(self, seat: _Seat) -> int:
+    def _written(self, seat: Seat) -> int:
         """One position, one chunk or the prompt beyond `fed` may have been written by a forward that then failed."""
         return (
             min(max(len(seat.fed) + self._prefill_chunk, len(seat.job.prompt)), self.context) if seat.is_filled else 0
@@ -352,29 +367,3 @@ class Engine:
             raise UsageError(
                 f"logit_bias names token {wrong}, the vocabulary has {self._trunk.vocab_size}", param="logit_bias"
             )
-
-
-def _run(trunk: Trunk, forward: _Forward) -> None:
-    """Fills in what the forward gives; rows that cannot be computed become jobs that wait."""
-    tokens = torch.tensor(forward.tokens, device=trunk.device)
-    try:
-        forward.logits, forward.rows = trunk.forward(tokens, forward.lane)
-    except ExpertsMissing as missing:
-        waiting = {forward.seats[row // tokens.shape[1]].job.id for row in missing.rows}
-        raise JobsWait(missing, sorted(waiting)) from missing
-
-
-def _add(tally: AnswerTally, rows: RowTally, first: int, end: int) -> AnswerTally:
-    if end == first + 1:  # 1 µs less, for each token of each job
-        return AnswerTally(
-            tally.local_pairs + rows.local[first],
-            tally.remote_pairs + rows.remote[first],
-            tally.fallbacks + rows.fallback[first],
-            tally.hedges + rows.hedged[first],
-        )
-    return AnswerTally(
-        tally.local_pairs + sum(rows.local[first:end]),
-        tally.remote_pairs + sum(rows.remote[first:end]),
-        tally.fallbacks + sum(rows.fallback[first:end]),
-        tally.hedges + sum(rows.hedged[first:end]),
-    )

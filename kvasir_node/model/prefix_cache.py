@@ -73,6 +73,24 @@ class PrefixCache:
             self._free[source] = self._free.pop(source)  # used just now
         return self.replace(slot, source, wanted[:length])
 
+    def gains(self, prompt: Sequence[int], coming: Sequence[tuple[int, Sequence[int]]]) -> bool:
+        """Whether `refill` will find enough more of a prompt to wait for it, once slots hold the tokens that are
+        `coming`: (slot, its next tokens)."""
+        if not self._reuses:
+            return False
+        wanted = list(prompt)
+        most = max((self._soon(slot, tokens, wanted) for slot, tokens in coming), default=0)
+        if most < REUSE_MIN_TOKENS:
+            return False
+        return most >= REUSE_MIN_TOKENS + max(self._hit(each, wanted) for each in range(len(self._held)))
+
+    def _soon(self, slot: int, tokens: Sequence[int], wanted: list[int]) -> int:
+        held = self._held[slot]
+        length = _common(held, wanted)
+        if length == len(held):
+            length += _common(list(tokens), wanted[length:])
+        return min(length, len(wanted) - 1)
+
     def replace(self, slot: int, source: int, tokens: list[int]) -> Refill:
         """As `refill`, with `tokens` of which all lie in the source."""
         refill = Refill(source, len(tokens), self._dirty[slot], tokens)

@@ -3,8 +3,8 @@
 It does not know where experts are computed, nor requests: at each expert layer it hands rows to an
 `ExpertDispatch` and takes back their weighted sums. Expert weights are never loaded here.
 
-Shapes: B rows of one forward, Q new tokens per row, T = B × Q expert rows (row-major), K experts chosen per row,
-D model width, V vocabulary.
+Shapes: B rows of one forward, Q new tokens per row, T tokens of all rows, one row after the other (B × Q of them unless
+the forward is packed): the rows that experts see, K experts chosen for each, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -165,6 +165,10 @@ class Trunk:
         """Whether forwards go by kernels instead of transformers' code."""
         return self._fused is not None
 
+    def packs(self, cache: SlotCache) -> bool:
+        """Whether one forward may take rows of any length, aimed by `lane.begin_packed`."""
+        return self._fused is not None and fits_cache(cache)
+
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
@@ -183,9 +187,9 @@ class Trunk:
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, RowTally]:
-        """One forward over the rows and positions that `lane.begin` was given.
+        """One forward over the rows and positions that `lane.begin` (`begin_packed`) was given.
 
-        tokens [B, Q] int64 -> logits [B, V] float32 of each row's last token, and the tally of its B × Q rows.
+        tokens [B, Q] ([T]) int64 -> logits [B, V] float32 of each row's last token, and the tally of all T tokens.
         Recurrent states move on when the caller calls `lane.commit`. Raises what the dispatch raises.
         """
         self._dispatch.begin(tokens.numel())
@@ -196,9 +200,10 @@ class Trunk:
         return logits, self._dispatch.tally()
 
     def _run_fused(self, fused: FusedModel, tokens: torch.Tensor, lane: Lane) -> torch.Tensor:
-        count, each = tokens.shape
-        slots = lane.rows if each == 1 else lane.rows.repeat_interleave(each)
-        last = range(each - 1, count * each, each)
+        slots, last = lane.rows, lane.last
+        if tokens.dim() == 2:
+            count, each = tokens.shape
+            slots, last = slots.repeat_interleave(each), range(each - 1, count * each, each)
         return fused.forward(tokens.reshape(-1), slots, lane.positions.reshape(-1), last, lane.pools, self._dispatch)
 
     def _run(self, tokens: torch.Tensor, lane: Lane, dispatch: ExpertDispatch | _NoExperts) -> torch.Tensor:

@@ -24,6 +24,9 @@ class StubTrunk:
     def new_cache(self, slots: int, context: int) -> SlotCache:
         return SlotCache(slots, context, self.device)
 
+    def packs(self, cache: SlotCache) -> bool:
+        return False
+
     def fork(self) -> StubTrunk:
         return self
 

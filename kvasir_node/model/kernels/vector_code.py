@@ -24,9 +24,10 @@ from numba.extending import intrinsic
 
 from kvasir_node.model.kernels.abi import F32, INT8, KINDS, STEP, TILE_OUTPUTS, WEIGHT_BYTES
 
-TILE_ROWS = (
-    4  # 4 × 4 sums, 4 rows and 2 weights are the registers of AVX-512; 6 or 8 × 4 spill and took half as long again
-)
+# A tile has 4 rows, so that 4 × 4 sums, 4 rows and 2 weights are the registers of AVX-512; with weights that were
+# widened before 6 rows fit. Larger ones spill and take half as long again.
+_MANY_ROWS = 24  # from here on weights are widened once for all rows, not once for four
+_GROUP_BYTES = 24 * 1024  # of widened weights that are used while they are in the first cache
 AHEAD_BYTES = 8192  # without prefetching, reads of one row's weights reached three quarters of this rate
 
 _LANES = 16
@@ -170,18 +171,19 @@ class _Tile:
 
 @_emitted(prefer_literal=True)
 def _tile(  # numba calls it with types
-    context: Any, kind: Any, rows: Any, adds: Any, fetches: Any, weights: Any, factors: Any, inputs: Any, width: Any,
-    outputs: Any, offset: Any,
+    context: Any, kind: Any, rows: Any, adds: Any, fetches: Any, origin: Any, weights: Any, factors: Any, inputs: Any,
+    width: Any, outputs: Any, offset: Any,
 ) -> Any:  # fmt: skip
     """Y[:, offset : offset + 4] of `rows` rows, set or added.
 
-    kind, rows, adds and fetches are constants; weights is the address of the first of four lines; factors that of their
-    factors (INT8); inputs and outputs are the addresses of the rows' addresses; width is K.
+    kind, rows, adds, fetches and origin are constants: kind is what the weights lie as, origin what they were before
+    they were widened; weights is the address of the first of four lines; factors that of their factors (INT8); inputs
+    and outputs are the addresses of the rows' addresses; width is K.
     """
-    constants = [int(each.literal_value) for each in (kind, rows, adds, fetches)]
+    constants = [int(each.literal_value) for each in (kind, rows, adds, fetches, origin)]
 
     def emit(builder: Any, weights: Any, factors: Any, inputs: Any, width: Any, outputs: Any, offset: Any) -> None:
-        kind, rows, adds, fetches = constants
+        kind, rows, adds, fetches, origin = constants
         tile = _Tile(builder, kind, rows, bool(fetches))
         stride = builder.mul(width, _constant(WEIGHT_BYTES[kind]))
         tile.multiply(
@@ -192,7 +194,7 @@ def _tile(  # numba calls it with types
                 _load(builder, _plus(builder, outputs, 8 * row), _i64), builder.mul(offset, _constant(4))
             )
             result = tile.results(row)
-            if kind == INT8:
+            if origin == INT8:
                 result = builder.fmul(result, _load(builder, factors, _four_floats))
             if adds:
                 result = builder.fadd(_load(builder, place, _four_floats), result)
@@ -200,10 +202,39 @@ def _tile(  # numba calls it with types
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = "tile_" + "_".join(map(str, constants))
-        builder.call(_shared(builder.module, name, emit), arguments[4:])
+        builder.call(_shared(builder.module, name, emit), arguments[5:])
         return context.get_dummy_value()
 
-    return types.none(kind, rows, adds, fetches, *[types.int64] * 6), generate
+    return types.none(kind, rows, adds, fetches, origin, *[types.int64] * 6), generate
+
+
+@_emitted(prefer_literal=True)
+def _widen(context: Any, kind: Any, weights: Any, count: Any, room: Any) -> Any:
+    """`count` weights from one address to another as float32, in the order in which spread rows meet them."""
+    constant = int(kind.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, count, room = arguments[1:]
+        with cgutils.for_range(builder, builder.udiv(count, _constant(STEP))) as loop:
+            source = builder.add(weights, builder.mul(loop.index, _constant(STEP * WEIGHT_BYTES[constant])))
+            target = builder.add(room, builder.mul(loop.index, _constant(4 * STEP)))
+            for half in (0, 1):
+                _store(builder, _widened(builder, constant, half, source), _plus(builder, target, 64 * half))
+        return context.get_dummy_value()
+
+    return types.none(kind, types.int64, types.int64, types.int64), generate
+
+
+@_emitted
+def _stack_room(context: Any, size: Any) -> Any:
+    """The address of so many bytes that are there until the function returns."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.alloca(_i8, arguments[0])
+        place.align = 64
+        return builder.ptrtoint(place, _i64)
+
+    return types.int64(types.int64), generate
 
 
 @_emitted(prefer_literal=True)
@@ -334,34 +365,93 @@ def floats(address: int, count: int) -> Any:
     return numba.carray(_pointer_to_floats(address), (count,))
 
 
-def _multiply_for(kind: int, adds: int) -> Any:
+def _few_rows_for(kind: int, adds: int) -> Any:
     weight_bytes = WEIGHT_BYTES[kind]
 
     @compiled()
-    def multiply(
+    def few_rows(
         weights: int, factors: int, first: int, end: int, width: int, inputs: int, rows: int, outputs: int
     ) -> None:
         for output in range(first, end, TILE_OUTPUTS):
             line, factor = weights + output * width * weight_bytes, factors + 4 * output
             # The first tile brings the weights of this output, and asks for those of later ones; the others find them.
             if rows >= 4:
-                _tile(kind, 4, adds, 1, line, factor, inputs, width, outputs, output)
+                _tile(kind, 4, adds, 1, kind, line, factor, inputs, width, outputs, output)
             elif rows == 3:
-                _tile(kind, 3, adds, 1, line, factor, inputs, width, outputs, output)
+                _tile(kind, 3, adds, 1, kind, line, factor, inputs, width, outputs, output)
             elif rows == 2:
-                _tile(kind, 2, adds, 1, line, factor, inputs, width, outputs, output)
+                _tile(kind, 2, adds, 1, kind, line, factor, inputs, width, outputs, output)
             else:
-                _tile(kind, 1, adds, 1, line, factor, inputs, width, outputs, output)
+                _tile(kind, 1, adds, 1, kind, line, factor, inputs, width, outputs, output)
             for row in range(4, rows, 4):
                 left, given, result = rows - row, inputs + 8 * row, outputs + 8 * row
                 if left >= 4:
-                    _tile(kind, 4, adds, 0, line, factor, given, width, result, output)
+                    _tile(kind, 4, adds, 0, kind, line, factor, given, width, result, output)
                 elif left == 3:
-                    _tile(kind, 3, adds, 0, line, factor, given, width, result, output)
+                    _tile(kind, 3, adds, 0, kind, line, factor, given, width, result, output)
                 elif left == 2:
-                    _tile(kind, 2, adds, 0, line, factor, given, width, result, output)
+                    _tile(kind, 2, adds, 0, kind, line, factor, given, width, result, output)
                 else:
-                    _tile(kind, 1, adds, 0, line, factor, given, width, result, output)
+                    _tile(kind, 1, adds, 0, kind, line, factor, given, width, result, output)
+
+    return few_rows
+
+
+def _many_rows_for(kind: int, adds: int) -> Any:
+    weight_bytes = WEIGHT_BYTES[kind]
+
+    @compiled()
+    def tiles(
+        lines: int, factors: int, width: int, inputs: int, rows: int, outputs: int, output: int, last: int
+    ) -> None:
+        """`rows` (at most 6) against all outputs of a group."""
+        while output < last:
+            if rows == 6:
+                _tile(F32, 6, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            elif rows == 5:
+                _tile(F32, 5, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            elif rows == 4:
+                _tile(F32, 4, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            elif rows == 3:
+                _tile(F32, 3, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            elif rows == 2:
+                _tile(F32, 2, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            else:
+                _tile(F32, 1, adds, 0, kind, lines, factors + 4 * output, inputs, width, outputs, output)
+            lines += 4 * TILE_OUTPUTS * width
+            output += TILE_OUTPUTS
+
+    @compiled()
+    def many_rows(
+        weights: int, factors: int, first: int, end: int, width: int, inputs: int, rows: int, outputs: int
+    ) -> None:
+        group = max(1, _GROUP_BYTES // (4 * TILE_OUTPUTS * width)) * TILE_OUTPUTS
+        room = _stack_room(4 * group * width)
+        for output in range(first, end, group):
+            last = min(output + group, end)
+            if kind == F32:
+                lines = weights + output * width * weight_bytes
+            else:
+                lines = room
+                _widen(kind, weights + output * width * weight_bytes, (last - output) * width, room)
+            for row in range(0, rows, 6):
+                given, result = inputs + 8 * row, outputs + 8 * row
+                tiles(lines, factors, width, given, min(6, rows - row), result, output, last)
+
+    return many_rows
+
+
+def _multiply_for(kind: int, adds: int) -> Any:
+    few_rows, many_rows = _few_rows_for(kind, adds), _many_rows_for(kind, adds)
+
+    @compiled()
+    def multiply(
+        weights: int, factors: int, first: int, end: int, width: int, inputs: int, rows: int, outputs: int
+    ) -> None:
+        if rows < _MANY_ROWS:
+            few_rows(weights, factors, first, end, width, inputs, rows, outputs)
+        else:
+            many_rows(weights, factors, first, end, width, inputs, rows, outputs)
 
     return multiply
 

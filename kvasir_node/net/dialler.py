@@ -75,6 +75,8 @@ def _parse_address(text: str) -> tuple[PeerId, DialAddress]:
     names = [name for name, _ in parts[:-1]]
     if "p2p-circuit" in names:
         return peer, DialAddress(text, refusal="goes through a relay, which this version cannot dial yet")
+    if not names:
+        return peer, DialAddress(text, refusal="names a peer, but no place to find it")
     if names[0] not in _HOST_PROTOCOLS or names[1:] not in (["tcp"], ["tcp", "ws"]):
         return peer, DialAddress(text, refusal="neither a plain TCP nor a WebSocket address")
     host, port = str(parts[0][1]), int(str(parts[1][1]))

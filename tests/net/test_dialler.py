@@ -99,6 +99,10 @@ def test_addresses_are_parsed_once_each_with_the_reason_when_unusable():
     ]
 
 
+def test_a_peer_without_a_place_cannot_be_dialled():
+    assert parse_addresses([f"/p2p/{PEER}"])[1][0].refusal == "names a peer, but no place to find it"
+
+
 @pytest.mark.parametrize(
     "addresses",
     [

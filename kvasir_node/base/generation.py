@@ -177,13 +177,17 @@ class ChoiceEnded:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Always the last event of an answer; `reason` and `choice` are those of the choice that ended last."""
+    """Always the last event of an answer; `reason` and `choice` are those of the choice that ended last.
+
+    `cached_tokens` of the prompts were not computed, because another request had begun like them.
+    """
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     facts: AnswerFacts
     choice: int = 0
+    cached_tokens: int = 0
 
 
 AnswerEvent = TextDelta | ReasoningDelta | ToolCall | ChoiceEnded | Finished

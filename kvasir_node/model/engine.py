@@ -195,8 +195,6 @@ class Engine:
         prompt = seat.job.prompt
         if not seat.is_filled:
             self._fill(seat, self._prefixes.refill(seat.slot, prompt))
-            self.prompt_tokens += len(prompt)
-            self.reused_tokens += len(seat.fed)
         return list(prompt[len(seat.fed) : len(seat.fed) + size])
 
     def _forward(self, lane: Lane, running: Sequence[Seat], chunks: Sequence[tuple[Seat, list[int]]] = ()) -> Forward:
@@ -226,6 +224,9 @@ class Engine:
         if refill.source != seat.slot:
             self._cache.copy(refill.source, seat.slot, refill.length)
         seat.fed, seat.is_filled = refill.tokens, True
+        seat.tally = seat.tally._replace(reused_tokens=refill.length)
+        self.prompt_tokens += len(seat.job.prompt)
+        self.reused_tokens += refill.length
 
     def _compute(self, forwards: Sequence[Forward]) -> None:
         """All of them, at the same time if there are lanes; ends when none is under way any more."""
@@ -291,8 +292,6 @@ class Engine:
         for twin, source in forward.twins:
             self._prefixes.wrote(twin.slot, self._written(twin))
             self._fill(twin, self._prefixes.replace(twin.slot, source.slot, list(twin.job.prompt)))
-            self.prompt_tokens += len(twin.fed)
-            self.reused_tokens += len(twin.fed)
         return [self._take(*each) for each in zip(forward.answering, chosen, strict=True)]
 
     def _take(self, seat: Seat, chosen: tuple[int, TokenScores | None]) -> StepToken:

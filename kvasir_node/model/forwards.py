@@ -87,10 +87,12 @@ def _add(tally: AnswerTally, rows: RowTally, first: int, end: int) -> AnswerTall
             tally.remote_pairs + rows.remote[first],
             tally.fallbacks + rows.fallback[first],
             tally.hedges + rows.hedged[first],
+            tally.reused_tokens,
         )
     return AnswerTally(
         tally.local_pairs + sum(rows.local[first:end]),
         tally.remote_pairs + sum(rows.remote[first:end]),
         tally.fallbacks + sum(rows.fallback[first:end]),
         tally.hedges + sum(rows.hedged[first:end]),
+        tally.reused_tokens,
     )

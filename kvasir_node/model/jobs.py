@@ -57,12 +57,14 @@ class Job:
 
 
 class AnswerTally(NamedTuple):
-    """(row, expert) pairs of one job so far, prefill included, but for positions copied from other requests."""
+    """(row, expert) pairs of one job so far, prefill included, but for the `reused_tokens` of its prompt, which were
+    copied from other requests."""
 
     local_pairs: int = 0
     remote_pairs: int = 0
     fallbacks: int = 0
     hedges: int = 0
+    reused_tokens: int = 0
 
 
 class StepToken(NamedTuple):

@@ -218,8 +218,9 @@ class Desk:
             for number in range(request.choices):
                 job = self._job(request, prompt, plan, number)
                 self._engine.check(job)
-                number = len(entry.choices)
-                entry.choices.append(Choice(job, ChoiceWriter(self._text, request.stop, plan, number), entry, number))
+                place = len(entry.choices)
+                writer = ChoiceWriter(self._text, request.stop, plan, place)
+                entry.choices.append(Choice(job, writer, entry, place, is_first=number == 0))
         return entry, receive
 
     def _check_prompt(self, request: GenerationRequest, prompt: tuple[int, ...]) -> None:

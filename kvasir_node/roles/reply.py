@@ -144,6 +144,7 @@ class Choice:
     writer: ChoiceWriter
     request: Request
     number: int
+    is_first: bool = True  # of those of its prompt
     tokens: int = 0
     tally: AnswerTally = field(default_factory=AnswerTally)
     placed: bool = True  # admission still counts it
@@ -182,7 +183,8 @@ class Request:
         if self.open_count:
             return ChoiceEnded(reason, choice.number)
         tokens = sum(each.tokens for each in self.choices)
-        return Finished(reason, self.prompt_tokens, tokens, self._facts(now), choice.number)
+        cached = sum(each.tally.reused_tokens for each in self.choices if each.is_first)
+        return Finished(reason, self.prompt_tokens, tokens, self._facts(now), choice.number, cached)
 
     def _facts(self, now: float) -> AnswerFacts:
         admitted = self.arrived_at if self.admitted_at is None else self.admitted_at

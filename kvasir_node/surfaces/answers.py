@@ -193,6 +193,7 @@ def _usage(end: Finished) -> Document:
         "prompt_tokens": end.prompt_tokens,
         "completion_tokens": end.completion_tokens,
         "total_tokens": end.prompt_tokens + end.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
     }
 
 

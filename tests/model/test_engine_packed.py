@@ -278,7 +278,8 @@ def test_prompts_that_begin_alike_wait_for_each_other_unless_it_is_computed_alre
     run(engine, *jobs)
     assert dispatch.rows[:3] == [69, 1 + 3 * 5, 4]
     dispatch.rows.clear()
-    run(engine, *(job(9 + number, beginning + unlike_in_vocabulary(70 + number, 6), 3) for number in range(4)))
+    later = [job(9 + number, beginning + unlike_in_vocabulary(70 + number, 6), 3) for number in range(4)]
+    assert [events[-1].tally.reused_tokens for events in run(engine, *later).values()] == [64] * 4
     assert dispatch.rows == [4 * 6, 4, 4]
     assert engine.reused_tokens == 7 * 64
 
@@ -311,7 +312,9 @@ def test_twins_are_computed_once_beside_others(trunk, dispatch):
     jobs = [job(n, other if n % 2 else twin, 5, SamplingOptions(temperature=1.0, seed=n)) for n in range(6)]
     expected = {each.id: tokens(run(engine, each)[each.id]) for each in jobs}
     dispatch.rows.clear()
-    assert {n: tokens(events) for n, events in run(engine, *jobs).items()} == expected
+    found = run(engine, *jobs)
+    assert {n: tokens(events) for n, events in found.items()} == expected
+    assert [found[n][-1].tally.reused_tokens for n in range(6)] == [0, 0, 30, 20, 30, 20]
     assert dispatch.rows == [50, 6, 6, 6, 6]
     assert len(set(map(tuple, expected.values()))) == 6
 

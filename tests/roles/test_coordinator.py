@@ -273,14 +273,22 @@ async def test_a_coordinator_can_be_stopped_in_the_middle_of_a_step_with_calls_i
 @pytest.mark.parametrize("on", [True, False])
 async def test_a_prompt_that_comes_again_is_copied_unless_that_is_switched_off(manifest, whole, on):
     async with open_room(manifest, whole, coordinator__prefix_cache=on, coordinator__slots=2) as room:
-        request = GenerationRequest(prompt=PROMPT * 8, max_tokens=4, sampling=SamplingOptions(temperature=0.0))
-        texts = []
+        request = GenerationRequest(
+            prompt=PROMPT * 8, max_tokens=4, choices=2, sampling=SamplingOptions(temperature=0.0)
+        )
+        texts, cached, prompt_tokens = [], [], 0
         for _ in range(2):
             async with room.coordinator.generate(request) as answer:
-                texts.append("".join([event.text async for event in answer if isinstance(event, TextDelta)]))
+                events = [event async for event in answer]
+            texts.append("".join(event.text for event in events if isinstance(event, TextDelta) and event.choice == 0))
+            assert isinstance(events[-1], Finished)
+            prompt_tokens = events[-1].prompt_tokens
+            cached.append(events[-1].cached_tokens)
         assert texts[0] == texts[1]
+        assert cached == [0, prompt_tokens - 1 if on else 0]  # the second choice, a twin, does not count
         seen = room.coordinator.desk.throughput()
-        assert seen.prompt_tokens_reused == (seen.prompt_tokens_total // 2 - 1 if on else 0)
+        assert seen.prompt_tokens_total == 4 * prompt_tokens
+        assert seen.prompt_tokens_reused == 2 * prompt_tokens + sum(cached)
         assert room.coordinator.fanout_snapshot().lanes == 1
 
 

@@ -23,7 +23,7 @@ from kvasir_node.surfaces.answers import AnswerShape
 
 SCORED = TokenLogprob(b"the", -0.5, (Alternative(b"the", -0.5), Alternative(b" \xe2\x82", -2.0)), 0)
 PART = TokenLogprob(b"\xe2\x82", -1.5, (), 3)
-END = Finished(FinishReason.LENGTH, 7, 9, AnswerFacts(local_pairs=3), choice=0)
+END = Finished(FinishReason.LENGTH, 7, 9, AnswerFacts(local_pairs=3), choice=0, cached_tokens=5)
 EVENTS: list[AnswerEvent] = [
     ReasoningDelta("hm", 1),
     TextDelta("the", 0, (SCORED,)),
@@ -74,7 +74,8 @@ def test_a_whole_chat_holds_text_thoughts_calls_and_scores():
         {"id": "abc123def", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
         {"id": "abc123deg", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
-    assert document["usage"] == {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+    usage = {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+    assert document["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 5}}
     assert document["kvasir"]["local_pairs"] == 3
 
 

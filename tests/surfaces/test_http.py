@@ -32,7 +32,8 @@ async def test_a_chat_answer_has_openais_shape():
     choice = document["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert (choice["index"], choice["finish_reason"], len(document["choices"])) == (0, "stop", 1)
-    assert document["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert document["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     facts = ["local_pairs", "remote_pairs", "fallbacks", "hedges", "queue_ms", "prefill_ms", "decode_ms"]
     assert list(document["kvasir"]) == facts
 

@@ -82,13 +82,13 @@ class FanoutSettings:
     deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
     deadline_floor_s: float = 0.15 * SECONDS  # ... but never less than this: a busy machine is no silent worker
     deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
-    spot_check_ratio: float = 0.01  # share of remote calls that are recomputed and compared
+    spot_check_ratio: float = 0.01  # share of remote rows that are recomputed and compared
     trial_rows_max: int = 16  # rows of one trial
     trials_per_address_max: int = 8  # trials of one network address under way or failed within `trial_window_s`
     trial_window_s: float = 60 * SECONDS  # see `trials_per_address_max`
     cool_off_s: float = 5 * SECONDS  # first pause after a failure; doubles with each one
     cool_off_max_s: float = 10 * MINUTES  # ... up to this
-    ban_after: int = 5  # wrong answers without a right one between them
+    ban_after: int = 5  # wrong answers in trials without a right one between them; in served work two are enough
     proof_ttl_s: float = 10 * MINUTES  # proof ends this long after the last right answer
     in_flight_max: int = 8  # calls under way to one worker
 

@@ -3,20 +3,27 @@
 It does not compute, compare or send anything: roles/ tell it what happened and ask what is allowed.
 
     NEW --trial begins--> TRIAL --right--> PROVEN --failure--> SUSPECT --trial begins (after cool-off)--> TRIAL
-    TRIAL --failure--> SUSPECT;  SUSPECT --too many wrong answers in a row--> BANNED (for this process's life)
-    PROVEN --no right answer for proof_ttl_s--> NEW
+    TRIAL --failure--> SUSPECT;  TRIAL --too many wrong answers in a row--> BANNED
+    PROVEN --no right answer for proof_ttl_s--> NEW;  TRIAL --its end was never told--> NEW or SUSPECT
+    any --caught lying in served work: once--> SUSPECT, twice--> BANNED, with all slices of the peer
 
-A *wrong* answer (mismatch, NaN, bad shape) counts towards a ban; silence, errors and lost connections only cool
-off, longer each time. Leaving and coming back changes nothing, so re-attaching buys no trial.
+Silence, errors and lost connections only cool off, longer each time; the pauses become short again once the pair
+stayed proven for as long as its last pause. A *wrong* answer (mismatch, NaN, bad shape) in a trial costs no token, so
+it takes several in a row to ban. In served work it is found by a check of few rows, so many others were probably wrong:
+it is the peer that is doubted then, not a slice, and no trial redeems it. One such answer may come from a memory that
+failed once; it stays on record. Leaving and coming back changes nothing, so re-attaching buys no trial.
+
+Doubt outlives the coordinator (`doubts`, `strikes`, `restore`); proof does not: to prove it again costs one trial.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.decide.trial_caps import TrialCaps
 
 
 class Standing(StrEnum):
@@ -35,21 +42,25 @@ TELLING_FIRST = (Standing.PROVEN, Standing.TRIAL, Standing.SUSPECT, Standing.NEW
 class LedgerLimits:
     cool_off_s: float  # pause after the first failure; doubles with each one after it ...
     cool_off_max_s: float  # ... up to this
-    ban_after: int  # wrong answers without a right one between them
+    ban_after: int  # wrong answers in trials without a right one between them
     proof_ttl_s: float
-    trials_per_address_max: int  # under way or failed within trial_window_s
+    trials_per_address_max: int  # under way or failed within trial_window_s, by range of addresses
     trial_window_s: float
+    strikes_max: int = 2  # wrong answers in served work, ever
+    trial_max_s: float = 60.0  # a trial whose end was not told by then is given up
     pairs_max: int = 65_536  # (peer, slice) remembered; who left longest ago is forgotten first
-    addresses_max: int = 65_536  # addresses with trials that count; one more gets none
+    addresses_max: int = 65_536  # ranges of addresses with trials that count; one more gets none
+    strikes_peers_max: int = 65_536  # peers that were caught; the eldest makes room
 
 
 @dataclass(slots=True)
 class _Record:
     standing: Standing = Standing.NEW
     attached: bool = False
-    failures: int = 0  # in a row, any kind
-    wrong: int = 0  # in a row
+    failures: int = 0  # any kind, since it was last proven for long enough
+    wrong: int = 0  # in trials, in a row
     cooled_at: float = 0.0  # no trial before
+    proven_at: float = 0.0  # the latest proof
     right_at: float = 0.0  # last right answer
     reason: str = ""
     trial: tuple[str, float] | None = None  # address and beginning of the latest one
@@ -67,12 +78,31 @@ class PairView:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What must outlive the process of one (peer, slice) that failed."""
+
+    peer: PeerId
+    slice: SliceId
+    failures: int
+    wrong: int
+    banned: bool
+    cools_for_s: float  # from now
+    reason: str
+
+
 @dataclass(slots=True)
 class Ledger:
     limits: LedgerLimits
+    changes: int = 0  # of what must outlive the process; grows
+    _caps: TrialCaps = field(init=False)
     _records: dict[tuple[PeerId, SliceId], _Record] = field(default_factory=dict[tuple[PeerId, SliceId], _Record])
     _gone: dict[tuple[PeerId, SliceId], None] = field(default_factory=dict[tuple[PeerId, SliceId], None])
-    _trials: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])
+    _strikes: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self._caps = TrialCaps(limits.trials_per_address_max, limits.trial_window_s, limits.addresses_max)
 
     def attach(self, peer: PeerId, part: SliceId) -> None:
         """The peer says that it can serve the slice: noted, worth nothing until proven."""
@@ -82,6 +112,8 @@ class Ledger:
             if len(self._records) >= self.limits.pairs_max and not self._forget_one():
                 return  # a newcomer never pushes out who is here; unknown pairs get no trial
             record = self._records[pair] = _Record()
+            if self._is_out(peer):
+                record.standing, record.reason = Standing.BANNED, "it was caught giving wrong answers"
         record.attached = True
         self._gone.pop(pair, None)
 
@@ -104,23 +136,17 @@ class Ledger:
         record = self._records.get((peer, part))
         if record is None or not record.attached or now < record.cooled_at:
             return False
-        if record.standing not in (Standing.NEW, Standing.SUSPECT):
-            return False
-        counted = self._trials.get(address)
-        if counted is None:
-            return len(self._trials) < self.limits.addresses_max
-        edge = now - self.limits.trial_window_s
-        return sum(1 for began_at in counted if began_at > edge) < self.limits.trials_per_address_max
+        return record.standing in (Standing.NEW, Standing.SUSPECT) and self._caps.allow(address, now)
 
     def begin_trial(self, peer: PeerId, part: SliceId, address: str, now: float) -> None:
-        self._trim_addresses(now)
+        self._caps.trim(now)
         if not self.may_try(peer, part, address, now):
             raise ValueError(f"no trial is allowed for {part} of {peer} now")
         record = self._records[(peer, part)]
         record.standing = Standing.TRIAL
         record.cooled_at = now + self.limits.cool_off_s  # a trial that is given up is not repeated at once
         record.trial = (address, now)
-        self._trials.setdefault(address, deque()).append(now)
+        self._caps.begin(address, now)
 
     def right(self, peer: PeerId, part: SliceId, now: float, *, served: bool = False) -> bool:
         """A right answer; True when the pair became PROVEN by it.
@@ -135,49 +161,73 @@ class Ledger:
             return False
         became = record.standing is Standing.TRIAL
         if became:
-            self._refund_trial(record)
-        record.standing = Standing.PROVEN
-        record.failures = record.wrong = 0
+            if record.trial is not None:
+                self._caps.refund(*record.trial)
+                record.trial = None
+            record.standing, record.proven_at, record.wrong = Standing.PROVEN, now, 0
+        if record.failures and now - record.proven_at >= self._pause_s(record):
+            record.failures = 0  # until then it may be one that passes its trial and fails at once, over and over
+            self.changes += 1
         record.right_at = now
         record.reason = ""
         return became
 
     def failed(self, peer: PeerId, part: SliceId, now: float, reason: str, *, wrong: bool) -> None:
-        """A call failed through the peer's fault; `wrong` = it answered, but not the truth."""
+        """A call failed through the peer's fault; `wrong` = it answered, but not the truth.
+
+        For a wrong answer to served work see `caught`.
+        """
         record = self._records.get((peer, part))
-        if record is None or record.standing is Standing.BANNED:
-            return
+        if record is not None and record.standing is not Standing.BANNED:
+            record.wrong += wrong
+            self._doubt(record, now, reason, bans=record.wrong >= self.limits.ban_after)
+
+    def caught(self, peer: PeerId, now: float, reason: str) -> bool:
+        """The peer gave a wrong answer to served work; True when that bans it. All its slices are doubted."""
+        strikes = self._strikes.pop(peer, 0) + 1
+        self._strikes[peer] = strikes
+        if len(self._strikes) > self.limits.strikes_peers_max:
+            del self._strikes[next(iter(self._strikes))]
+        for (owner, _), record in self._records.items():
+            if owner == peer and record.standing is not Standing.BANNED:
+                self._doubt(record, now, reason, bans=self._is_out(peer))
+        return self._is_out(peer)
+
+    def _doubt(self, record: _Record, now: float, reason: str, *, bans: bool) -> None:
         record.failures += 1
-        record.wrong += wrong
         record.reason = reason
-        pause = self.limits.cool_off_s * 2.0 ** min(record.failures - 1, 32)
-        record.cooled_at = now + min(self.limits.cool_off_max_s, pause)
-        record.standing = Standing.BANNED if record.wrong >= self.limits.ban_after else Standing.SUSPECT
+        record.cooled_at = now + self._pause_s(record)
+        record.standing = Standing.BANNED if bans else Standing.SUSPECT
+        self.changes += 1
+
+    def _pause_s(self, record: _Record) -> float:
+        pause_s = self.limits.cool_off_s * 2.0 ** min(record.failures - 1, 32)
+        return min(self.limits.cool_off_max_s, pause_s)
+
+    def _is_out(self, peer: PeerId) -> bool:
+        return self._strikes.get(peer, 0) >= self.limits.strikes_max
 
     def tick(self, now: float) -> bool:
-        """Lets proofs decay; True when one did."""
-        self._trim_addresses(now)
+        """Lets proofs decay, and gives trials up whose end was never told; True when who is proven changed."""
+        self._caps.trim(now)
         decayed = False
-        for record in self._records.values():
+        for (peer, part), record in self._records.items():
             if record.standing is Standing.PROVEN and now - record.right_at > self.limits.proof_ttl_s:
                 record.standing = Standing.NEW
                 decayed = True
+            elif record.standing is Standing.TRIAL and record.trial and now - record.trial[1] > self.limits.trial_max_s:
+                self.give_up_trial(peer, part)
         return decayed
 
     def standing(self, peer: PeerId, part: SliceId) -> Standing:
         record = self._records.get((peer, part))
-        return Standing.NEW if record is None else record.standing
+        if record is None:
+            return Standing.BANNED if self._is_out(peer) else Standing.NEW
+        return record.standing
 
     def proven(self) -> tuple[tuple[PeerId, SliceId], ...]:
         """Attached and proven pairs: the only ones that may carry load, the only ones that count as coverage."""
         return tuple(pair for pair, r in self._records.items() if r.attached and r.standing is Standing.PROVEN)
-
-    def coverage(self) -> dict[SliceId, int]:
-        """Proven copies of each slice."""
-        counts: dict[SliceId, int] = {}
-        for _, part in self.proven():
-            counts[part] = counts.get(part, 0) + 1
-        return counts
 
     def pairs(self) -> tuple[PairView, ...]:
         return tuple(
@@ -185,16 +235,30 @@ class Ledger:
             for (peer, part), r in self._records.items()
         )
 
-    def _refund_trial(self, record: _Record) -> None:
-        """The cap per address is there to bound what liars cost: a trial that ended well does not count."""
-        if record.trial is not None:
-            address, began_at = record.trial
-            record.trial = None
-            recent = self._trials.get(address, deque())
-            if began_at in recent:
-                recent.remove(began_at)
-            if not recent:
-                self._trials.pop(address, None)
+    def strikes(self) -> Mapping[PeerId, int]:
+        """How often each peer was caught giving wrong answers in served work."""
+        return dict(self._strikes)
+
+    def doubts(self, now: float) -> tuple[Doubt, ...]:
+        """All pairs that failed, bans first, then those that failed most."""
+        found = [
+            Doubt(peer, part, r.failures, r.wrong, banned, max(0.0, r.cooled_at - now), r.reason)
+            for (peer, part), r in self._records.items()
+            if (banned := r.standing is Standing.BANNED) or r.failures
+        ]
+        return tuple(sorted(found, key=lambda doubt: (not doubt.banned, -doubt.failures)))
+
+    def restore(self, strikes: Mapping[PeerId, int], doubts: Iterable[Doubt], now: float) -> None:
+        """Takes up what an earlier process of this coordinator knew; for a ledger that is new."""
+        self._strikes.update(strikes)
+        for doubt in doubts:
+            self.attach(doubt.peer, doubt.slice)
+            self.detach(doubt.peer, doubt.slice)
+            record = self._records.get((doubt.peer, doubt.slice))
+            if record is not None:
+                record.failures, record.wrong, record.reason = doubt.failures, doubt.wrong, doubt.reason
+                record.cooled_at = now + min(doubt.cools_for_s, self.limits.cool_off_max_s)
+                record.standing = Standing.BANNED if doubt.banned or self._is_out(doubt.peer) else Standing.SUSPECT
 
     def _forget_one(self) -> bool:
         """Makes room: forgets who left longest ago; False when nobody has left."""
@@ -203,12 +267,3 @@ class Ledger:
             return False
         del self._gone[pair], self._records[pair]
         return True
-
-    def _trim_addresses(self, now: float) -> None:
-        """Forgets what the window has passed, so that the table cannot grow without end."""
-        edge = now - self.limits.trial_window_s
-        for address, counted in list(self._trials.items()):
-            while counted and counted[0] <= edge:
-                counted.popleft()
-            if not counted:
-                del self._trials[address]

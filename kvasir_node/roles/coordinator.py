@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -25,12 +26,14 @@ from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Wanted, demand_for
 from kvasir_node.decide.fanout import Route, is_remote, plan_route, predicted_gain
+from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
 from kvasir_node.model.trunk import Trunk, load_trunk
 from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
+from kvasir_node.roles.ledger_file import LedgerFile
 from kvasir_node.roles.loading import LoadedModel, expert_dtype, is_out_of_memory
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
@@ -50,7 +53,7 @@ SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 class Coordinator:
     """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine;
-    `pace` makes it an emulated device."""
+    `pace` makes it an emulated device; at `ledger_path` is kept which workers failed (None = it is forgotten)."""
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Coordinator:
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
         pace: Pace | None = None,
+        ledger_path: Path | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -84,14 +88,16 @@ class Coordinator:
             address_of=address_of,
             body_bytes_max=settings.network.frame_bytes_max,
         )
-        chance = secrets.SystemRandom()  # a liar that could foretell it would be honest only when it is checked
+        self._ledger_file = None if ledger_path is None else LedgerFile(ledger_path, manifest.model)
+        # A liar that could foretell the chance would be honest only when it is checked.
+        self._spot_checks = SpotChecks(settings.fanout.spot_check_ratio, secrets.SystemRandom())
         self.dispatch = FanoutDispatch(
             own,
             manifest.layers,
             manifest.experts_per_layer,
             dtype=model.shard.dtype,
             crew=self.crew,
-            spot_check=lambda: chance.random() < settings.fanout.spot_check_ratio,
+            spot_checks=self._spot_checks,
             patience_s=settings.fanout.deadline_ceiling_s,
             body_bytes_max=settings.network.frame_bytes_max,
         )
@@ -118,6 +124,7 @@ class Coordinator:
                 calm_busy_ratio=limits.calm_busy_ratio,
             ),
             load_changed=self._load_changed,
+            stepped=self.crew.stepped,
             missing=missing,
         )
         self._away: set[int] = set()  # layers with an expert that is held here and computed elsewhere
@@ -179,6 +186,10 @@ class Coordinator:
         task_status: Any = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves until cancelled. `send_demand` takes a record to every hub and never raises KvasirError."""
+        if self._ledger_file is not None:
+            await trio.to_thread.run_sync(self._ledger_file.restore, self.crew.ledger, trio.current_time())
+            for peer in self.crew.ledger.strikes():
+                self._spot_checks.watch(peer)
         async with trio.open_nursery() as nursery:
             await nursery.start(self.crew.run)  # pyright: ignore[reportArgumentType]
             nursery.start_soon(self.desk.run)
@@ -189,6 +200,8 @@ class Coordinator:
             if self._moves:
                 nursery.start_soon(self._residency.run)
             nursery.start_soon(self._report_demand, send_demand, addresses)
+            if self._ledger_file is not None:
+                nursery.start_soon(self._ledger_file.keep, self.crew.ledger)
             task_status.started()
 
     # Fan-out --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ through `send`, `report` and `offer_trial`, which only leave a note for the loop
 `decide/fanout`; trials are carried out by roles/trials.py.
 
 One fault is blamed once: a stream that ends is judged when it ends, however many calls it cuts off; silence is judged
-for all of a peer's slices together.
+for all of a peer's slices together. What failed while this machine itself was away is blamed on nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.base.snapshot import WorkerPeerSnapshot
 from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, Standing
+from kvasir_node.decide.stalls import LOOK_INTERVAL_S, OwnStalls
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
@@ -53,6 +54,9 @@ NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
+AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
+AWAY_GRACE_S = 10.0
+TOUCHED_MAX = 256  # requests remembered of each peer that it computed for
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class _Counts:
     refusals: int = 0  # in a row
     reason: str = ""
     warned_at: float = -WARN_INTERVAL_S
+    requests: dict[int, None] = field(default_factory=dict[int, None])  # it computed for, the latest last
 
 
 class Crew:
@@ -84,8 +89,11 @@ class Crew:
         body_bytes_max: int,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._stalls = OwnStalls()
         self._settings = settings
         self._model = model
         self._dtype = dtype
@@ -111,6 +119,7 @@ class Crew:
         self._members: dict[PeerId, Member] = {}
         self._counts: dict[PeerId, _Counts] = {}
         self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
+        self._used: set[PeerId] = set()  # whose answers went into the step that is under way
         self._token: trio.lowlevel.TrioToken | None = None
         self._nursery: trio.Nursery | None = None
         self.trials = Trials(
@@ -137,7 +146,9 @@ class Crew:
             self._token = trio.lowlevel.current_trio_token()
             task_status.started()
             try:
-                await trio.sleep_forever()
+                while True:
+                    self._look()
+                    await trio.sleep(LOOK_INTERVAL_S)
             finally:
                 self._nursery = None  # the computing thread may still leave notes; they start nothing any more
                 for call in tuple(self._in_flight):
@@ -200,7 +211,7 @@ class Crew:
             def deliver(result: memoryview | KvasirError, call: RemoteCall = call, started: float = started) -> None:
                 self._deliver(call, trio.current_time() - started, result)
 
-            call.stream = member.calls
+            call.stream, call.sent_at = member.calls, started
             self._in_flight.add(call)
             try:
                 call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver, priority=Priority.TOKEN)
@@ -228,12 +239,16 @@ class Crew:
         if error is None:
             counts.rows += call.request.rows.shape[0]
             counts.refusals = 0
+            self._used.add(call.peer)
             for part in parts:
                 self.ledger.right(call.peer, part, trio.current_time(), served=True)
             return
         if call.abandoned and self._nursery is not None:
             self._nursery.start_soon(self._cancel_late, call)
-        self._judge(call.peer, parts, error, wrong=wrong, stream=call.stream)
+        if wrong:
+            self._catch(call.peer, error)
+        elif not self._was_away(call.sent_at, call.deadline_s / 2):
+            self._judge(call.peer, parts, error, wrong=False, stream=call.stream)
 
     async def _cancel_late(self, call: RemoteCall) -> None:
         """Lets an abandoned call be answered and measured for one more ceiling, then takes it back."""
@@ -271,6 +286,45 @@ class Crew:
         self._warn(peer, "failed: %s", error)
         self._standing_changed(peer, parts)
 
+    def _catch(self, peer: PeerId, error: KvasirError) -> None:
+        """A worker that passed its trial gave a wrong answer to served work: what else it computed is in doubt."""
+        counts = self._count(peer)
+        counts.failures += 1
+        counts.reason = str(error)[:200]
+        is_banned = self.ledger.caught(peer, trio.current_time(), counts.reason)
+        logger.warning(
+            "worker %s was caught giving a wrong answer%s: %s; requests whose answers it may have touched before: %s",
+            self._name_of(peer),
+            " and is banned" if is_banned else "",
+            error,
+            ", ".join(map(str, counts.requests)) or "none",
+        )
+        counts.requests.clear()
+        member = self._members.get(peer)
+        self._standing_changed(peer, () if member is None else tuple(member.slices))
+
+    def stepped(self, requests: Collection[int]) -> None:
+        """A step computed for these requests, with the help of whoever answered since the last one."""
+        for peer in self._used:
+            known = self._count(peer).requests
+            for request in requests:
+                known.pop(request, None)
+                known[request] = None
+            while len(known) > TOUCHED_MAX:
+                del known[next(iter(known))]
+        self._used.clear()
+
+    def _look(self) -> None:
+        self._stalls.look(trio.current_time(), self._wall_clock())
+
+    def _was_away(self, since: float, least_s: float) -> bool:
+        """Whether this machine slept, or was too busy to look, for so long since then."""
+        self._look()
+        away_s = self._stalls.longest_s(since)
+        if away_s >= least_s:
+            logger.info("this node was away for %.1f s; what failed meanwhile is blamed on nobody", away_s)
+        return away_s >= least_s
+
     def _standing_changed(self, peer: PeerId, parts: Collection[SliceId]) -> None:
         self._tell_standing(peer, parts)
         self._changed(frozenset(part.layer for part in parts))
@@ -292,9 +346,9 @@ class Crew:
         peer, part, error = result.member.peer, result.slice, result.error
         if error is not None:
             self.ledger.give_up_trial(peer, part)
-            if result.is_checked:
+            if result.is_checked and (result.wrong or not self._was_away(*self._span_of(result))):
                 self._judge(peer, (part,), error, wrong=result.wrong, stream=result.member.calls)
-            else:
+            elif not result.is_checked:
                 logger.warning("%s", error)
         else:
             with self._times_lock:
@@ -303,6 +357,10 @@ class Crew:
             if self.ledger.right(peer, part, trio.current_time()):
                 logger.info("worker %s is proven for slice %s", self._name_of(peer), part)
         self._standing_changed(peer, (part,))
+
+    def _span_of(self, result: TrialResult) -> tuple[float, float]:
+        """When a trial began, and half of how long it was allowed to take."""
+        return trio.current_time() - result.took_s, self._settings.deadline_ceiling_s / 2
 
     # Workers come and go --------------------------------------------------------------------------------------
 
@@ -391,6 +449,8 @@ class Crew:
         del self._members[peer]
         member.scope.cancel()
         failed = [part for part in member.slices if self.ledger.standing(peer, part) is Standing.PROVEN or wrong]
+        if is_fault and failed and not wrong:
+            is_fault = not self._was_away(trio.current_time() - AWAY_GRACE_S, AWAY_S)
         if is_fault and failed:
             counts = self._count(peer)
             counts.failures += 1

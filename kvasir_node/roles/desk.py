@@ -78,7 +78,8 @@ class StepTimes:
 class Desk:
     """Admission, the engine's loop, and each request's way through them.
 
-    `load_changed` is called on the loop when the saturation state, or the number of requests, may have changed.
+    `load_changed` is called on the loop when the saturation state, or the number of requests, may have changed;
+    `stepped` after each step, with the requests that it may have computed for.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Desk:
         limits: AdmissionLimits,
         *,
         load_changed: Callable[[], None],
+        stepped: Callable[[Sequence[int]], None] = lambda requests: None,
         missing: BringsExperts | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
@@ -95,6 +97,7 @@ class Desk:
         self._text = text
         self._limits = limits
         self._load_changed = load_changed
+        self._stepped = stepped
         self._run_blocking = run_blocking
         self._long_tasks = trio.CapacityLimiter(LONG_TASKS_MAX)
         self._dialect = Dialect(text)
@@ -154,7 +157,9 @@ class Desk:
                 self._wake = trio.Event()
                 await self._wake.wait()
                 continue
+            requests = [number for number, choice in self._choices.items() if choice.joined]
             error = await self._step()
+            self._stepped(requests)
             attempts = attempts + 1 if error is not None else 0
             if error is not None:
                 logger.error("a step failed (%d of %d): %s", attempts, STEP_ATTEMPTS_MAX, error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +23,7 @@ import torch
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.fanout import Route
+from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.net.rpc import CallStream
@@ -49,8 +50,9 @@ class RemoteCall:
     answer: memoryview | None = None
     error: KvasirError | None = None
     abandoned: bool = False  # past its deadline: its answer will not be used any more
-    stream: CallStream | None = None  # where it was sent, and as what: for the loop
+    stream: CallStream | None = None  # where it was sent, as what and when on trio's clock: for the loop
     id: int = 0
+    sent_at: float = 0.0
 
     @property
     def pairs(self) -> int:
@@ -84,8 +86,8 @@ class PairCounters:
     local: int = 0
     remote: int = 0
     fallbacks: int = 0
-    spot_checks: int = 0
-    mismatches: int = 0
+    spot_checks: int = 0  # rows
+    mismatches: int = 0  # calls
 
     def add(self, other: PairCounters) -> None:
         self.local += other.local
@@ -133,8 +135,8 @@ class _Common:
 class FanoutDispatch:
     """Implements `model.trunk.ExpertDispatch` over our own experts and a crew of proven workers.
 
-    `dtype` is what the model computes in, and what rows travel in. `spot_check()` decides whether a call's answer is compared with our own result before it is used. `body_bytes_max`
-    is the largest frame that may be sent.
+    `dtype` is what the model computes in, and what rows travel in. `spot_checks` says which rows of an answer are
+    compared with our own result before any of it is used. `body_bytes_max` is the largest frame that may be sent.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class FanoutDispatch:
         *,
         dtype: torch.dtype,
         crew: Crew,
-        spot_check: Callable[[], bool],
+        spot_checks: SpotChecks,
         patience_s: float,
         body_bytes_max: int,
     ) -> None:
@@ -153,7 +155,7 @@ class FanoutDispatch:
         self._dtype = dtype
         self._layers = tuple(layers)
         self._crew = crew
-        self._spot_check = spot_check
+        self._spot_checks = spot_checks
         self._patience_max_s = patience_s
         self._body_bytes_max = body_bytes_max
         self._common = _Common(torch.zeros(len(self._layers), experts_per_layer))
@@ -329,25 +331,52 @@ class FanoutDispatch:
         return self._check(call, call.answer)
 
     def _check(self, call: RemoteCall, answer: memoryview) -> tuple[bool, torch.Tensor]:
-        """Holds an answer to what was asked, and sometimes against our own result, before it is used."""
+        """Holds an answer to what was asked, and some rows of it against our own result, before it is used."""
         rows, hidden_size = call.request.rows.shape
         dtype = call.request.rows.dtype
-        own: torch.Tensor | None = None
         try:
             sums = read_answer(answer, rows=rows, hidden_size=hidden_size, dtype=dtype).to(torch.float32)
-            own = self._sums_to_compare(call) if self._spot_check() else None
-            if own is not None:
-                self._counted.spot_checks += 1
-                if not agrees(sums, own, dtype):
-                    self._counted.mismatches += 1
-                    raise wrong_result()
         except Misbehaved as error:
-            own = self._sums_here(call) if own is None else own
-            if bool(torch.isfinite(own).all()):  # else the model itself overflows there, and nobody is to blame
-                self._crew.report(call, error, wrong=True)
+            own = self._sums_here(call)
+            self._blame(call, error, own)
             return False, own
+        drawn, own = self._draw(call)
+        if own is not None and not agrees(sums[drawn], own, dtype):
+            self._counted.mismatches += 1
+            self._blame(call, wrong_result(), own)
+            return False, self._sums_here(call)
         self._crew.report(call, None)
         return True, sums
+
+    def _blame(self, call: RemoteCall, error: Misbehaved, own: torch.Tensor) -> None:
+        if bool(torch.isfinite(own).all()):  # else the model itself overflows there, and nobody is to blame
+            with self._common.lock:
+                self._spot_checks.watch(call.peer)
+            self._crew.report(call, error, wrong=True)
+
+    def _draw(self, call: RemoteCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows that are compared, and our own sums for them; None when there are none to compare.
+
+        That is also when they take experts which are not on this machine: these are fetched, and a later answer is
+        compared, because no token should wait to be checked.
+        """
+        request = call.request
+
+        def experts_of(row: int) -> list[int]:
+            return request.pair_expert[request.pair_row == row].tolist()
+
+        with self._common.lock:
+            drawn = self._spot_checks.pick(call.peer, request.layer, request.rows.shape[0], experts_of)
+        rows = torch.tensor(drawn, dtype=torch.int64)
+        if not drawn:
+            return rows, None
+        try:
+            own = self._own.sums(request if len(drawn) == request.rows.shape[0] else rows_of(request, rows))
+        except ExpertsMissing as missing:
+            self._own.want(missing.layer, missing.experts)
+            return rows, None
+        self._counted.spot_checks += len(drawn)
+        return rows, own
 
     def _sums_here(self, call: RemoteCall) -> torch.Tensor:
         """Our own sums. Raises ExpertsMissing with the rows of the forward, not of the call."""
@@ -356,15 +385,6 @@ class FanoutDispatch:
         except ExpertsMissing as missing:
             rows = call.rows[list(missing.rows)].tolist()
             raise ExpertsMissing(missing.layer, missing.experts, rows) from missing
-
-    def _sums_to_compare(self, call: RemoteCall) -> torch.Tensor | None:
-        """Our own sums, or None when that takes experts that are not on this machine: they are fetched, and a later
-        answer is compared, because no token should wait to be checked."""
-        try:
-            return self._own.sums(call.request)
-        except ExpertsMissing as missing:
-            self._own.want(missing.layer, missing.experts)
-            return None
 
     def _pause(self, peer: PeerId) -> None:
         now = time.monotonic()
@@ -426,6 +446,18 @@ def pick_pairs(
         pair_weight=weights[pair_row, slot].to("cpu", torch.float32),
     )
     return request, used.cpu()
+
+
+def rows_of(request: ExpertRequest, rows: torch.Tensor) -> ExpertRequest:
+    """The request for some of a request's rows [N] int64, in ascending order."""
+    mine = torch.isin(request.pair_row, rows)
+    return ExpertRequest(
+        layer=request.layer,
+        rows=request.rows[rows],
+        pair_row=torch.searchsorted(rows, request.pair_row[mine].long()).to(torch.int32),
+        pair_expert=request.pair_expert[mine],
+        pair_weight=request.pair_weight[mine],
+    )
 
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

@@ -45,6 +45,7 @@ from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
 from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
+from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model, use_threads
@@ -154,6 +155,7 @@ class Node:
             name_of=self._peers.name_of,
             address_of=self._network_address,
             pace=self._pace,
+            ledger_path=data_dir_of(self._settings) / LEDGER_FILE_NAME,
         )
         self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
 

@@ -62,7 +62,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """`error` None = right, after `took_s`; `wrong` = it was answered, but not with the truth.
+    """After `took_s`; `error` None = right; `wrong` = it was answered, but not with the truth.
 
     Not `is_checked` = it was answered, but we could not say whether rightly, which is no fault of the worker's.
     """
@@ -200,7 +200,7 @@ class Trials:
             took_s = trio.current_time() - started
             result = TrialResult(member, part, pairs, took_s, await self._wrong_with(body, request), wrong=True)
         except KvasirError as error:
-            result = TrialResult(member, part, pairs, 0.0, error)
+            result = TrialResult(member, part, pairs, trio.current_time() - started, error)
         except _Unchecked as unchecked:
             result = TrialResult(member, part, pairs, 0.0, UsageError(str(unchecked)), is_checked=False)
         finally:

@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, PairView, Standing
+from kvasir_node.decide.ledger import TELLING_FIRST, Doubt, Ledger, LedgerLimits, PairView, Standing
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 PART, OTHER = SliceId(0, 0, 7), SliceId(1, 0, 7)
-HOME, AWAY = "198.51.100.1", "203.0.113.1"
+HOME, AWAY = "/ip4/198.51.100.1", "/ip4/203.0.113.1"
 LIMITS = LedgerLimits(
     cool_off_s=5.0,
     cool_off_max_s=40.0,
@@ -49,6 +49,9 @@ EVENTS = {
     "right, served": lambda ledger: ledger.right(ANN, PART, 1.0, served=True),
     "silence": lambda ledger: ledger.failed(ANN, PART, 1.0, "silent", wrong=False),
     "wrong": lambda ledger: ledger.failed(ANN, PART, 1.0, "wrong", wrong=True),
+    "caught": lambda ledger: ledger.caught(ANN, 1.0, "differs"),
+    "caught twice": lambda ledger: [ledger.caught(ANN, 1.0, "differs") for _ in range(2)],
+    "a minute passes": lambda ledger: ledger.tick(60.1),
     "proof_ttl passes": lambda ledger: ledger.tick(601.0),
 }
 NEW, TRIAL, PROVEN, SUSPECT, BANNED = Standing
@@ -61,7 +64,10 @@ TRANSITIONS = {
     "right, served": (NEW, TRIAL, PROVEN, SUSPECT, BANNED),
     "silence": (SUSPECT, SUSPECT, SUSPECT, SUSPECT, BANNED),
     "wrong": (SUSPECT, SUSPECT, SUSPECT, SUSPECT, BANNED),
-    "proof_ttl passes": (NEW, TRIAL, NEW, SUSPECT, BANNED),
+    "caught": (SUSPECT, SUSPECT, SUSPECT, SUSPECT, BANNED),
+    "caught twice": (BANNED, BANNED, BANNED, BANNED, BANNED),
+    "a minute passes": (NEW, NEW, PROVEN, SUSPECT, BANNED),
+    "proof_ttl passes": (NEW, NEW, NEW, SUSPECT, BANNED),
 }
 
 
@@ -94,9 +100,11 @@ def test_playbook_of_a_worker_that_fails_cools_off_and_proves_itself_again():
     assert ledger.may_try(ANN, PART, HOME, 7.0)
     ledger.begin_trial(ANN, PART, HOME, 7.0)
     assert ledger.right(ANN, PART, 7.1) is True
+    assert ledger.pairs() == (PairView(ANN, PART, PROVEN, True, 1, ""),)
+    ledger.right(ANN, PART, 12.2, served=True)  # proven for as long as its pause was
     assert ledger.pairs() == (PairView(ANN, PART, PROVEN, True, 0, ""),)
-    assert ledger.tick(607.0) is False
-    assert ledger.tick(607.2) is True
+    assert ledger.tick(612.0) is False
+    assert ledger.tick(612.3) is True
     assert ledger.proven() == ()
 
 
@@ -108,14 +116,30 @@ def test_the_pause_doubles_with_each_failure_up_to_the_cap():
         assert ledger.may_try(ANN, PART, HOME, pause_s)
 
 
-def test_a_right_answer_makes_the_next_pause_short_again():
+@pytest.mark.parametrize(("served_at", "pause_s"), [(139.9, 40.0), (140.0, 5.0)])
+def test_the_next_pause_is_short_again_once_the_proof_lasted_as_long_as_the_last_one(served_at, pause_s):
     ledger = attached()
     for _ in range(4):
         ledger.failed(ANN, PART, 0.0, "silent", wrong=False)
     ledger.begin_trial(ANN, PART, HOME, 100.0)
     ledger.right(ANN, PART, 100.0)
+    ledger.right(ANN, PART, served_at, served=True)
     ledger.failed(ANN, PART, 200.0, "silent", wrong=False)
-    assert ledger.may_try(ANN, PART, HOME, 205.0)
+    assert not ledger.may_try(ANN, PART, HOME, 200.0 + pause_s - 0.1)
+    assert ledger.may_try(ANN, PART, HOME, 200.0 + pause_s)
+
+
+def test_a_worker_that_passes_every_trial_and_fails_at_once_gets_longer_and_longer_pauses():
+    ledger, now, begun = attached(), 0.0, []
+    while now < 200.0:
+        if ledger.may_try(ANN, PART, HOME, now):
+            begun.append(now)
+            ledger.begin_trial(ANN, PART, HOME, now)
+            ledger.right(ANN, PART, now)
+            ledger.right(ANN, PART, now + 0.5, served=True)
+            ledger.failed(ANN, PART, now + 1.0, "gone", wrong=False)
+        now += 1.0
+    assert begun == [0.0, 6.0, 17.0, 38.0, 79.0, 120.0, 161.0]
 
 
 def test_a_hundred_failures_do_not_overflow_the_pause():
@@ -186,15 +210,98 @@ def test_a_question_about_an_old_address_does_not_break_the_next_trial():
     assert ledger.standing(BOB, PART) is TRIAL
 
 
-def test_coverage_counts_attached_and_proven_copies_only():
+def test_only_attached_and_proven_pairs_count():
     ledger = in_standing(PROVEN)
     ledger.attach(BOB, PART)
     ledger.attach(BOB, OTHER)
-    assert ledger.coverage() == {PART: 1}
+    assert ledger.proven() == ((ANN, PART),)
     ledger.detach(ANN, PART)
-    assert ledger.coverage() == {}
+    assert ledger.proven() == ()
     ledger.attach(ANN, PART)  # it never failed: the proof stands
-    assert ledger.coverage() == {PART: 1}
+    assert ledger.proven() == ((ANN, PART),)
+
+
+# Caught in served work ------------------------------------------------------------------------------------------
+
+
+def test_one_wrong_answer_in_served_work_casts_doubt_on_all_slices_of_the_peer_and_on_no_other_peer():
+    ledger = in_standing(PROVEN)
+    for peer, part in ((ANN, OTHER), (BOB, PART)):
+        ledger.attach(peer, part)
+        ledger.begin_trial(peer, part, AWAY, 0.0)
+        ledger.right(peer, part, 0.0)
+    assert ledger.caught(ANN, 1.0, "differs") is False
+    assert ledger.proven() == ((BOB, PART),)
+    assert {ledger.standing(ANN, part) for part in (PART, OTHER)} == {SUSPECT}
+    assert ledger.strikes() == {ANN: 1}
+
+
+def test_no_trial_and_no_time_redeems_who_was_caught():
+    ledger = in_standing(PROVEN)
+    ledger.caught(ANN, 1.0, "differs")
+    ledger.begin_trial(ANN, PART, HOME, 100.0)
+    ledger.right(ANN, PART, 100.0)
+    for now in range(100, 10_000, 10):
+        ledger.right(ANN, PART, float(now), served=True)
+    assert ledger.caught(ANN, 10_000.0, "differs again") is True
+    assert ledger.standing(ANN, PART) is BANNED
+    ledger.attach(ANN, OTHER)  # a slice that it never had
+    assert ledger.standing(ANN, OTHER) is BANNED
+    assert not ledger.may_try(ANN, OTHER, HOME, 1e9)
+
+
+# Restarts -------------------------------------------------------------------------------------------------------
+
+
+def restarted(ledger: Ledger, now: float) -> Ledger:
+    """The ledger of the next process, whose clock begins at 0."""
+    following = Ledger(LIMITS)
+    following.restore(ledger.strikes(), ledger.doubts(now), 0.0)
+    return following
+
+
+def test_bans_strikes_and_pauses_outlive_the_process_and_proof_does_not():
+    ledger = in_standing(PROVEN)
+    ledger.attach(BOB, PART)
+    ledger.failed(BOB, PART, 0.0, "silent", wrong=False)
+    ledger.failed(BOB, PART, 0.0, "wrong", wrong=True)  # until 10.0
+    ledger.attach(BOB, OTHER)
+    for _ in range(LIMITS.ban_after):
+        ledger.failed(BOB, OTHER, 0.0, "wrong", wrong=True)
+    ledger.caught(ANN, 0.0, "differs")  # until 5.0
+    following = restarted(ledger, 3.0)
+    assert following.proven() == ()
+    assert following.strikes() == {ANN: 1}
+    for peer in (ANN, BOB):
+        for part in (PART, OTHER):
+            following.attach(peer, part)
+    assert following.standing(BOB, OTHER) is BANNED
+    assert following.standing(BOB, PART) is SUSPECT
+    assert [following.may_try(BOB, PART, HOME, now) for now in (6.9, 7.0)] == [False, True]
+    assert [following.may_try(ANN, PART, HOME, now) for now in (1.9, 2.0)] == [False, True]
+    following.failed(BOB, PART, 100.0, "silent", wrong=False)  # the third in a row
+    assert [following.may_try(BOB, PART, HOME, now) for now in (119.9, 120.0)] == [False, True]
+    assert following.caught(ANN, 200.0, "differs") is True
+
+
+def test_what_outlives_the_process_is_of_those_alone_who_failed_and_its_changes_are_counted():
+    ledger = in_standing(PROVEN)
+    assert (ledger.doubts(0.0), ledger.changes) == ((), 0)
+    ledger.failed(ANN, PART, 1.0, "silent", wrong=False)
+    assert ledger.doubts(2.0) == (Doubt(ANN, PART, 1, 0, False, 4.0, "silent"),)
+    assert ledger.changes == 1
+    ledger.begin_trial(ANN, PART, HOME, 6.0)
+    ledger.right(ANN, PART, 6.0)
+    assert ledger.changes == 1
+    ledger.right(ANN, PART, 11.0, served=True)  # forgiven
+    assert (ledger.doubts(11.0), ledger.changes) == ((), 2)
+
+
+def test_a_pause_of_before_a_restart_is_never_longer_than_the_longest():
+    following = Ledger(LIMITS)
+    following.restore({}, [Doubt(ANN, PART, 1, 0, False, 1e9, "a clock that was wrong")], 0.0)
+    following.attach(ANN, PART)
+    assert following.may_try(ANN, PART, HOME, LIMITS.cool_off_max_s)
 
 
 def test_an_unknown_pair_is_new_and_what_is_told_about_it_changes_nothing():
@@ -233,6 +340,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.failed_at: dict = {}
         self.counted: dict = {HOME: [], AWAY: []}
         self.trial_of: dict = {}
+        self.strikes: dict = {}
 
     @rule(pair=pairs)
     def attach(self, pair):
@@ -284,12 +392,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.passed_since_failure.add(pair)
             self.trial_running.discard(pair)
             self.counted[ADDRESS_OF[pair[0]]].remove(self.trial_of[pair])
-        if self.ledger.standing(*pair) is PROVEN:
             self.wrong_in_a_row[pair] = 0
 
     @rule(pair=pairs, wrong=st.booleans())
     def failed(self, pair, wrong):
-        known = any((v.peer, v.slice) == pair for v in self.ledger.pairs())
+        known = self.is_known(pair)
         self.ledger.failed(*pair, self.now, "it failed", wrong=wrong)
         if known:
             self.trial_running.discard(pair)
@@ -297,10 +404,25 @@ class AnyOrder(RuleBasedStateMachine):
             self.failed_at[pair] = self.now
             self.wrong_in_a_row[pair] = self.wrong_in_a_row.get(pair, 0) + wrong
 
+    def is_known(self, pair):
+        return any((v.peer, v.slice) == pair for v in self.ledger.pairs())
+
+    @precondition(lambda self: self.now > 100)  # seldom, or nobody is left
+    @rule(peer=st.sampled_from(PEERS))
+    def caught(self, peer):
+        self.strikes[peer] = self.strikes.get(peer, 0) + 1
+        assert self.ledger.caught(peer, self.now, "differs") == (self.strikes[peer] >= LIMITS.strikes_max)
+        for pair in [(peer, part) for part in PARTS if self.is_known((peer, part))]:
+            self.trial_running.discard(pair)
+            self.passed_since_failure.discard(pair)
+            self.failed_at[pair] = self.now
+
     @rule(passed_s=st.sampled_from([1.0, 5.0, 61.0, 601.0]))
     def time_passes(self, passed_s):
         self.now += passed_s
         self.ledger.tick(self.now)
+        begun = {pair: at for pair, (_, at) in self.trial_of.items()}
+        self.trial_running = {pair for pair in self.trial_running if self.now - begun[pair] <= LIMITS.trial_max_s}
 
     @precondition(lambda self: self.ledger.proven())
     @invariant()
@@ -308,10 +430,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert set(self.ledger.proven()) <= self.passed_since_failure
 
     @invariant()
-    def only_wrong_answers_in_a_row_ban(self):
+    def only_wrong_answers_ban(self):
         for view in self.ledger.pairs():
             wrong = self.wrong_in_a_row.get((view.peer, view.slice), 0)
-            assert (view.standing is BANNED) == (wrong >= LIMITS.ban_after)
+            is_out = self.strikes.get(view.peer, 0) >= LIMITS.strikes_max
+            assert (view.standing is BANNED) == (wrong >= LIMITS.ban_after or is_out)
+
+    @invariant()
+    def who_is_on_trial_is_so_for_a_bounded_time(self):
+        on_trial = {(v.peer, v.slice) for v in self.ledger.pairs() if v.standing is TRIAL}
+        assert on_trial <= self.trial_running
 
 
 TestAnyOrder = AnyOrder.TestCase

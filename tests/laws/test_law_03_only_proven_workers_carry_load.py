@@ -89,7 +89,6 @@ def test_load_and_coverage_are_of_pairs_that_passed_a_trial_after_their_last_fai
                 now += 7.0
         assert carriers(ledger) <= set(ledger.proven()) <= passed
         assert told(ledger) == set(ledger.proven())
-        assert ledger.coverage().keys() == {part for _, part in ledger.proven()}
 
 
 def test_proof_of_one_slice_says_nothing_of_another_nor_of_another_peer():
@@ -101,7 +100,7 @@ def test_proof_of_one_slice_says_nothing_of_another_nor_of_another_peer():
     assert carriers(ledger) == set()
     ledger.right(PEERS[0], LOW, 0.1)
     assert carriers(ledger) == {(PEERS[0], LOW)}
-    assert ledger.coverage() == {LOW: 1}
+    assert told(ledger) == {(PEERS[0], LOW)}
 
 
 def test_coming_back_buys_neither_proof_nor_a_trial():

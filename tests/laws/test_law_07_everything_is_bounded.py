@@ -56,16 +56,23 @@ def test_addresses_of_the_ledger():
     ledger = Ledger(ledger_limits(addresses_max=20))
     part = SliceId(0, 0, 7)
     for number in range(200):
-        peer, address = PeerId(f"peer {number}"), f"192.0.2.{number}"
+        peer, address = PeerId(f"peer {number}"), f"/ip4/192.0.{number}.1"
         ledger.attach(peer, part)
         if ledger.may_try(peer, part, address, 0.0):
             ledger.begin_trial(peer, part, address, 0.0)
         ledger.detach(peer, part)
-    assert len(ledger._trials) == 20
+    assert len(ledger._caps._begun) == 20
     ledger.tick(60.0)
-    assert len(ledger._trials) == 0
+    assert len(ledger._caps._begun) == 0
     ledger.attach(PeerId("late"), part)
-    assert ledger.may_try(PeerId("late"), part, "198.51.100.1", 60.0)
+    assert ledger.may_try(PeerId("late"), part, "/ip4/198.51.100.1", 60.0)
+
+
+def test_peers_that_were_caught():
+    ledger = Ledger(ledger_limits(strikes_peers_max=50))
+    for number in range(1000):
+        ledger.caught(PeerId(f"peer {number}"), 0.0, "differs")
+    assert largest_table(ledger) == 50
 
 
 def test_call_times():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from kvasir_node.base.errors import KvasirError, Unreachable
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.decide.fanout import Route
+from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.checkpoint import Checkpoint, ExpertMaths
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.tensor_file import read_header, read_tensor
@@ -124,7 +126,7 @@ class FakeCrew:
 def make_dispatch(own: OwnExperts, crew: FakeCrew, *, checks: bool = False, **changes: object) -> FanoutDispatch:
     options = {
         "dtype": torch.float32,
-        "spot_check": lambda: checks,
+        "spot_checks": SpotChecks(float(checks), random.Random(1)),
         "patience_s": 2.0,
         "body_bytes_max": 1 << 25,
         **changes,
@@ -154,6 +156,7 @@ class Loop:
         self.trial_layers: frozenset[int] = frozenset()
         self.addresses: dict[PeerId, str] = {}
         self.now_s = 0.0
+        self.slept_s = 0.0
         held = {layer: own._held[layer] for layer in LAYERS}
         self.crew = Crew(
             settings,
@@ -169,6 +172,7 @@ class Loop:
             body_bytes_max=1 << 20,
             run_blocking=run_inline,
             clock=lambda: self.now_s,
+            wall_clock=lambda: trio.current_time() + self.slept_s,
         )
         self.transport.set_handler(EXPERTS_PROTOCOL, self.crew.serve)
 

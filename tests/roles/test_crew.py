@@ -25,7 +25,7 @@ from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overload
 from kvasir_node.base.ids import ModelId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.net.memory_net import open_memory_network
-from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
+from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S, TOUCHED_MAX
 from kvasir_node.roles.trials import TrialScope, trial_request
 from kvasir_node.wire.messages import ExpertsMethod
 from kvasir_node.wire.tensors import answer_parts
@@ -415,13 +415,57 @@ async def test_an_answer_between_refusals_begins_their_count_anew(autojump_clock
     assert loop.standing(worker.peer, FIRST) == "proven"
 
 
-async def test_a_wrong_answer_costs_the_slice_that_gave_it_and_not_the_others(autojump_clock, loop, worker):
-    await prove(loop, worker, FIRST, SECOND)
-    call = loop.call(worker.peer, SECOND)
+async def serve_wrongly(loop: Loop, worker: ScriptedWorker, part: SliceId) -> None:
+    call = loop.call(worker.peer, part)
     await trio.sleep(0.1)
     loop.crew.report(call, Misbehaved("bad_result", "differs"), wrong=True)
     await trio.sleep(0.1)
-    assert (loop.standing(worker.peer, FIRST), loop.standing(worker.peer, SECOND)) == ("proven", "suspect")
+
+
+async def test_a_wrong_answer_to_served_work_costs_all_slices_and_the_second_one_bans(
+    autojump_clock, loop, worker, network, nursery
+):
+    other = await join(loop, network, nursery, "another worker")
+    await prove(loop, other, SECOND)
+    await prove(loop, worker, FIRST, OTHER_LAYER)
+    loop.changed.clear()
+    await serve_wrongly(loop, worker, FIRST)
+    assert {loop.standing(worker.peer, part) for part in (FIRST, OTHER_LAYER)} == {"suspect"}
+    assert loop.standing(other.peer, SECOND) == "proven"
+    assert loop.changed == [{0, 1}]
+    await trio.sleep(6)
+    await prove(loop, worker, FIRST, OTHER_LAYER)  # it behaves in its trials
+    await serve_wrongly(loop, worker, OTHER_LAYER)
+    await worker.attach(SLICES[-1])
+    assert {loop.standing(worker.peer, part) for part in (FIRST, OTHER_LAYER, SLICES[-1])} == {"banned"}
+    asked = len(worker.requests)
+    for seed in range(20):
+        await loop.forward(seed)
+        await trio.sleep(100)
+    assert len(worker.requests) == asked
+
+
+async def test_the_requests_that_a_caught_liar_may_have_touched_are_named_and_no_others(
+    autojump_clock, loop, worker, network, nursery, caplog
+):
+    other = await join(loop, network, nursery, "another worker")
+    await prove(loop, other, SECOND)
+    await prove(loop, worker, FIRST)
+    for peer, part, requests in (
+        (worker.peer, FIRST, range(1, 400)),
+        (other.peer, SECOND, (400, 401)),
+        (worker.peer, FIRST, (7, 402)),
+    ):
+        loop.crew.report(loop.call(peer, part), None)
+        await trio.sleep(0.1)
+        loop.crew.stepped(requests)
+    loop.crew.stepped((500,))  # a step without workers
+    with caplog.at_level(logging.WARNING):
+        await serve_wrongly(loop, worker, FIRST)
+    (said,) = [record.getMessage() for record in caplog.records]
+    named = said.partition("before: ")[2].split(", ")
+    assert named == [*map(str, range(146, 400)), "7", "402"]  # the latest TOUCHED_MAX
+    assert len(named) == TOUCHED_MAX
 
 
 async def test_law_7_a_worker_that_fails_at_the_rate_of_tokens_does_not_fill_the_log(
@@ -513,6 +557,44 @@ async def test_law_8_a_coordinator_that_stops_blames_nobody(autojump_clock, netw
         await trio.sleep(1)
         assert loop.standing(worker.peer, FIRST) == "proven"
         assert Counter(view.failures for view in loop.crew.snapshot()) == {0: 1}
+
+
+@pytest.mark.parametrize("away", ["asleep", "overloaded", "neither"])
+async def test_law_8_a_machine_that_slept_or_was_overloaded_blames_nobody_for_what_failed_meanwhile(
+    autojump_clock, loop, worker, nursery, away
+):
+    await prove(loop, worker, FIRST)
+    await worker.attach(SECOND)  # its trial is under way meanwhile
+    worker.silent = True
+    rows, chosen, weights = random_rows(0, 8)
+    loop.crew.offer_trial(0, rows, chosen % 4 + 4, weights)
+    call = loop.call(worker.peer, FIRST)
+    await trio.sleep(1.9)
+    if away == "asleep":
+        loop.slept_s = 3600.0
+    if away == "overloaded":
+        loop.crew._stalls.look(trio.current_time() - 1.5, trio.current_time() - 1.5)  # ... and not since
+    call.abandoned = True
+    loop.crew.report(call, CallTimeout("no answer within 1000 ms"))
+    await trio.sleep(0.2)  # the deadline of the trial passes
+    await worker.calls.stream.reset()  # the other end had given us up
+    await worker.stopped.wait()
+    await trio.sleep(0.1)
+    if away == "neither":
+        assert {loop.standing(worker.peer, part) for part in (FIRST, SECOND)} == {"suspect"}
+        return
+    if away == "asleep":  # too long an absence for an overload
+        assert (seen(loop).failures, loop.standing(worker.peer, FIRST)) == (0, "proven")
+    assert loop.standing(worker.peer, SECOND) == "new"
+
+
+async def test_law_8_a_worker_that_fails_long_after_this_machine_slept_is_to_blame(autojump_clock, loop, worker):
+    await prove(loop, worker, FIRST)
+    loop.slept_s = 3600.0
+    await trio.sleep(11)
+    await worker.calls.stream.reset()
+    await trio.sleep(0.1)
+    assert loop.standing(worker.peer, FIRST) == "suspect"
 
 
 async def test_a_step_that_outlives_the_crew_waits_for_nobody_and_blames_nobody(

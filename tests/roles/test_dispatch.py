@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
@@ -27,10 +28,11 @@ from hypothesis import strategies as st
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, RejectReason, Unreachable
 from kvasir_node.base.ids import ExpertId, PeerId
 from kvasir_node.decide.fanout import Route
+from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import LocalDispatch
-from kvasir_node.roles.dispatch import HEAT_EVERY, agrees
+from kvasir_node.roles.dispatch import HEAT_EVERY, agrees, pick_pairs, rows_of
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.wire.tensors import PAIRS_MAX
 
@@ -425,4 +427,44 @@ def test_a_sample_that_cannot_be_compared_yet_lets_the_experts_come_and_stops_no
     bringer.here = {6, 7}
     crew.answers[ANN] = answer_of(own, "noisy")
     torch.testing.assert_close(dispatch(0, rows, chosen, weights), truth(0, rows, chosen, weights))
-    assert (dispatch.counters.spot_checks, dispatch.counters.mismatches) == (1, 1)
+    assert (dispatch.counters.spot_checks, dispatch.counters.mismatches) == (2, 1)
+
+
+def test_some_rows_of_a_call_are_compared_and_not_all_of_it(own, truth):
+    crew = FakeCrew({ANN: answer_of(own, "honest")})
+    dispatch = make_dispatch(own, crew, spot_checks=SpotChecks(0.1, random.Random(5)))
+    dispatch.set_route(route_of(ANN, None))
+    for seed in range(50):
+        inputs = random_rows(seed, 16)
+        dispatch.begin(16)
+        torch.testing.assert_close(dispatch(0, *inputs), truth(0, *inputs), atol=1e-5, rtol=1e-5)
+    sent = sum(call.request.rows.shape[0] for call in crew.calls)
+    assert 0.05 * sent < dispatch.counters.spot_checks < 0.2 * sent
+    assert (dispatch.counters.mismatches, {error for _, error, _ in crew.reports}) == (0, {None})
+
+
+def test_one_bad_row_is_found_when_it_is_drawn_and_then_every_row_of_that_peer_is_compared(own, truth):
+    crew = FakeCrew({ANN: lambda call: changed_body(own, call.request, lambda s: torch.cat((s[:1] + 1.0, s[1:])))})
+    dispatch = make_dispatch(own, crew, spot_checks=SpotChecks(0.05, random.Random(6)))
+    dispatch.set_route(route_of(ANN))
+    wrong_tokens = []
+    for seed in range(200):
+        inputs = random_rows(seed, 4)
+        dispatch.begin(4)
+        dispatch._common.paused.clear()
+        wrong_tokens.append(not torch.allclose(dispatch(0, *inputs), truth(0, *inputs), atol=1e-4))
+    first = next(number for number, (_, error, wrong) in enumerate(crew.reports) if wrong)
+    assert 0 < first < 100
+    assert all(wrong_tokens[:first])
+    assert not any(wrong_tokens[first:])
+    assert all(wrong for _, _, wrong in crew.reports[first:])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(0, 1000), st.sets(st.integers(0, 5), min_size=1))
+def test_the_request_for_some_rows_gives_the_sums_of_these_rows(own_by_held, seed, rows):
+    own = own_by_held[EXPERTS]
+    inputs = random_rows(seed, 6, 3)
+    request, _ = pick_pairs(1, *inputs, torch.ones(6, 3, dtype=torch.bool))
+    some = torch.tensor(sorted(rows))
+    torch.testing.assert_close(own.sums(rows_of(request, some)), own.sums(request)[some])

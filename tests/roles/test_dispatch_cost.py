@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 
@@ -11,6 +12,7 @@ from fanout_fakes import FakeCrew
 
 from kvasir_node.base.generation import SamplingOptions
 from kvasir_node.decide.fanout import plan_route
+from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.experts import load_from_checkpoint
@@ -45,7 +47,7 @@ def test_law_2_a_calm_stream_is_as_quick_as_without_fan_out():
         count,
         dtype=torch.float32,
         crew=FakeCrew({}),
-        spot_check=lambda: False,
+        spot_checks=SpotChecks(0.0, random.Random(1)),
         patience_s=2.0,
         body_bytes_max=1 << 25,
     )

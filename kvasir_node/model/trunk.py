@@ -29,6 +29,7 @@ from kvasir_node.model.experts import ExpertShard
 from kvasir_node.model.families import Family, Masks
 from kvasir_node.model.fused import FusedModel, fits_cache, fused_model
 from kvasir_node.model.lean_transformers import compiler_left_out
+from kvasir_node.model.sink_attention import SINK_ATTENTION
 from kvasir_node.model.threads import ONE_THREAD, Threads
 from kvasir_node.model.trunk_weights import decoded_trunk, needs_decoding
 
@@ -151,8 +152,6 @@ class Trunk:
         self._switch = switch
         self._fused = fused
         self._window: int | None = getattr(config, "sliding_window", None) or None
-        # Eager attention adds its mask to the scores; sdpa takes a bool one.
-        self._adds_masks = config._attn_implementation == "eager"
         self.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.dtype  # type: ignore[assignment]
         self.layer_count: int = config.num_hidden_layers
@@ -220,22 +219,14 @@ class Trunk:
 
     def _masks(self, lane: Lane) -> torch.Tensor | dict[str, torch.Tensor | None]:
         if self._traits.masks is Masks.BY_TYPE:
-            full = self._mask(lane, None)
+            full = lane.mask(None)
             return {
                 "full_attention": full,
-                "sliding_attention": full if self._window is None else self._mask(lane, self._window),
+                "sliding_attention": full if self._window is None else lane.mask(self._window),
                 "linear_attention": None,  # only tells padding, and there is none
                 "conv": None,
             }
-        return self._mask(lane, self._window if self._traits.masks is Masks.WINDOW else None)
-
-    def _mask(self, lane: Lane, window: int | None) -> torch.Tensor:
-        seen = lane.mask(window)
-        if not self._adds_masks:
-            return seen
-        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            ~seen, torch.finfo(self.dtype).min
-        )
+        return lane.mask(self._window if self._traits.masks is Masks.WINDOW else None)
 
 
 def load_trunk(
@@ -265,7 +256,7 @@ def load_trunk(
                 None if is_decoded else checkpoint.path,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa" if architecture.model_class._supports_sdpa else "eager",
+                attn_implementation="sdpa" if architecture.model_class._supports_sdpa else SINK_ATTENTION,
                 state_dict=decoded_trunk(checkpoint, dtype) if is_decoded else None,
                 local_files_only=True,
                 use_safetensors=True,

@@ -27,16 +27,17 @@ from kvasir_node.decide.shares import (
     at_home,
     away,
     balanced,
-    is_small,
+    is_exact,
     kinds_of,
     measure,
     table_of,
 )
 
 LANES_MAX = 4
+SMALL_EXPERTS = 32  # of all layers: up to so many, a plan is improved expert by expert
 SMALL_WORKERS = 3  # workers up to which every set of them is tried, in a small model
-FEW_KINDS = 4  # up to so many kinds of layers, several sets of workers are tried for each
-TRIALS_MAX = 1200  # single changes that are tried to improve a plan of a small model
+FEW_KINDS = 4  # of layers: up to so many, several sets of workers are tried for each, in a model of many experts
+TRIALS_MAX = 500  # single changes that are tried to improve a plan of a small model, about 20 µs each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,13 @@ class Plan:
     """`obstacle` says in words why nothing that is held here leaves; empty when something does."""
 
     routes: Routes
+    home: Routes  # the same with nothing away that is held here
     lanes: int
     rows: int
     predicted: Prediction
     alone: Prediction
     idle_s: float  # a token of one row, at home
+    budget_s: float  # what a token may take by the limits
     shares: Mapping[PeerId, float]  # of all pairs, by worker
     layers_shared: int  # layers of which a worker computes what is held here
     obstacle: str
@@ -97,8 +100,10 @@ class _Planning:
         self._workers: list[WorkerCosts | None] = [None, *(costs.workers[peer] for peer in self._peers)]
         self._kinds = kinds_of(scene, {peer: number for number, peer in enumerate(self._peers, 1)}, rows)
         self._kind_at = [number for number, kind in enumerate(self._kinds) for _ in kind.layers]  # by layer
-        self._is_small = is_small(scene)
+        self._is_exact = is_exact(scene)
+        self._is_small = len(scene.layers) * scene.experts <= SMALL_EXPERTS
         self._bytes_refused = False
+        self._trials = 0
         self._home = self._step(self._each(at_home, self._tables(1.0)), 1, 1.0)
         self._idle_s = self._home.taken_s
         self._home = self._step(self._each(at_home, self._tables(rows)), 1, rows)
@@ -182,7 +187,7 @@ class _Planning:
         if self._is_small and len(workers) <= SMALL_WORKERS:
             sizes = range(len(workers), -1, -1)
             return [subset for size in sizes for subset in combinations(workers, size)]
-        if len(self._kinds) > FEW_KINDS or len(workers) < 2:
+        if (len(self._kinds) > FEW_KINDS and not self._is_exact) or len(workers) < 2:
             return (workers,)
         ranked = sorted(workers, key=lambda number: (table.call_of_share_s(number, 1 / (1 + len(workers))), number))
         sizes = [1 << power for power in range(len(workers).bit_length()) if 1 << power < len(workers)]
@@ -213,14 +218,14 @@ class _Planning:
 
         On the way a step may need too many bytes, at a price: the best one within the limit is often behind such.
         """
-        trials, place = 0, 0
+        place = 0
         still = 0  # layers in a row that could not be improved
         score = self._score(found)
         best: _Step | None = None
-        while still < len(self._kinds) and trials < TRIALS_MAX:
+        while still < len(self._kinds) and self._trials < TRIALS_MAX:
             still += 1
             for machines in _neighbours(self._kinds[place], found.layers[place].machines):
-                trials += 1
+                self._trials += 1
                 layers = list(found.layers)
                 layers[place] = measure(self._kinds[place], tables[place], machines)
                 changed = self._step(layers, found.lanes, self._rows)
@@ -238,30 +243,36 @@ class _Planning:
     # The answer -----------------------------------------------------------------------------------------------
 
     def _plan_of(self, best: _Step) -> Plan:
-        routes: dict[int, tuple[PeerId | None, ...]] = {}
-        shares = [0.0] * len(self._workers)
-        shared = 0
-        places = [(kind, place) for kind in self._kinds for place in range(len(kind.layers))]
-        ranked: dict[int, tuple[list[PeerId | None], bool]] = {}  # of each LayerPlan: many layers have one in common
-        for (kind, place), chosen in zip(places, best.layers, strict=True):
-            if id(chosen) not in ranked:
-                ranked[id(chosen)] = self._ranked(kind, chosen)
-            peers, shares_held = ranked[id(chosen)]
-            at = dict(zip(kind.orders[place], peers, strict=True))
-            routes[kind.layers[place]] = tuple([at[index] for index in range(self._scene.experts)])
-            shares = [total + share / len(places) for total, share in zip(shares, chosen.shares, strict=True)]
-            shared += shares_held
+        shares = [sum(column) / len(best.layers) for column in zip(*[each.shares for each in best.layers], strict=True)]
+        routes, shared = self._routes_of(best)
         return Plan(
             routes=routes,
+            home=routes if shared == 0 else self._routes_of(self._home)[0],
             lanes=best.lanes,
             rows=self._rows,
             predicted=self._prediction(best),
             alone=self._prediction(self._home),
             idle_s=self._idle_s,
+            budget_s=self._limit_s,
             shares={peer: share for peer, share in zip(self._peers, shares[1:], strict=True) if share > 0.0},
             layers_shared=shared,
             obstacle="" if shared else self._obstacle(),
         )
+
+    def _routes_of(self, step: _Step) -> tuple[Routes, int]:
+        """For each layer the peers of its experts; and in how many of them one has what is held here."""
+        routes: dict[int, tuple[PeerId | None, ...]] = {}
+        shared = 0
+        places = [(kind, place) for kind in self._kinds for place in range(len(kind.layers))]
+        ranked: dict[int, tuple[list[PeerId | None], bool]] = {}  # of each LayerPlan: many layers have one in common
+        for (kind, place), chosen in zip(places, step.layers, strict=True):
+            if id(chosen) not in ranked:
+                ranked[id(chosen)] = self._ranked(kind, chosen)
+            peers, shares_held = ranked[id(chosen)]
+            at = dict(zip(kind.orders[place], peers, strict=True))
+            routes[kind.layers[place]] = tuple([at[index] for index in range(self._scene.experts)])
+            shared += shares_held
+        return routes, shared
 
     def _ranked(self, kind: Kind, chosen: LayerPlan) -> tuple[list[PeerId | None], bool]:
         """The peer of each expert in a kind's order, and whether one has what is held here."""

@@ -6,8 +6,8 @@ formulas are those of `decide/prediction`. Machines are numbers: 0 = here, n = t
 Layers that the same machines hold in the same way are one *kind*: the k-th hottest expert of each is taken for the
 k-th hottest of their mean, so a kind is shared out once. Experts that the same machines hold and that are about as hot
 move together, as a *cell*. The hottest and the coldest are cells of their own: the first weigh, the last balance. There
-are about CELLS_MAX cells over all kinds at most, which bounds the time that a plan takes; a small model has a kind for
-each layer and a cell for each expert.
+are about CELLS_MAX cells over all kinds at most, which bounds the time that a plan takes; a model of few experts has a
+kind for each layer and a cell for each expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Scene, caution
 
 CELLS_MAX = 480
 CELLS_MIN = 8  # of a kind, however many there are
-SMALL_EXPERTS = 128  # of all layers: up to so many, each layer is a kind and each expert a cell
+EXACT_EXPERTS = 256  # of all layers: up to so many, each layer is a kind and each expert a cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +91,21 @@ def kinds_of(scene: Scene, numbers: Mapping[PeerId, int], rows: int) -> list[Kin
         number = numbers.get(peer)
         if number is not None and part.layer in parts:
             parts[part.layer].append((number, part.first, min(part.last, scene.experts - 1)))
-    small = is_small(scene)
+    exact = is_exact(scene)
     alike: dict[object, list[int]] = {}
     for layer in scene.layers:
-        key = layer if small else (frozenset(parts[layer]), scene.held.get(layer, frozenset()))
+        key = layer if exact else (frozenset(parts[layer]), scene.held.get(layer, frozenset()))
         alike.setdefault(key, []).append(layer)
-    cells = scene.experts if small else max(CELLS_MIN, CELLS_MAX // len(alike))
+    cells = scene.experts if exact else max(CELLS_MIN, CELLS_MAX // len(alike))
     return [
         _kind_of(scene, layers, _groups(scene, layers[0], parts[layers[0]]), cells, 1 + len(numbers), rows)
         for layers in alike.values()
     ]
 
 
-def is_small(scene: Scene) -> bool:
-    return len(scene.layers) * scene.experts <= SMALL_EXPERTS
+def is_exact(scene: Scene) -> bool:
+    """Whether each layer is shared out by itself, expert by expert."""
+    return len(scene.layers) * scene.experts <= EXACT_EXPERTS
 
 
 def _groups(

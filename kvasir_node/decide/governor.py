@@ -1,0 +1,212 @@
+"""Whether fan-out is on, with which plan, and why: slow to change its mind for a gain, quick to say no to a loss.
+
+It does not know how plans are made or carried out, nor which experts are where. It is told of the load with a plan that
+was made for it (`consider`), and of what was computed in which time (`observe`), and says what should be in force.
+
+    off --wanted, and the plan promises on_gain--> on
+    on  --not wanted--> off                                          at once: idle is local
+    on  --measured less than alone--> off, and backs off             at once, twice as long each time
+    on  --what is in force loses, is over the budget, or lost its peers--> another plan, or off      at once
+    on  --what is in force promises less than off_gain--> off        after the dwell
+    on  --another plan promises change_gain more--> that             after the dwell
+
+What alone would give is the plan's prediction, corrected by what steps really took while fan-out was off.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kvasir_node.decide.planner import Plan
+from kvasir_node.decide.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class GovernorLimits:
+    on_gain: float = 1.15
+    off_gain: float = 1.05  # below on_gain, or it would flap
+    change_gain: float = 1.05  # of another plan over the one in force: changing costs a step or two
+    dwell_s: float = 2.0  # between two changes that are made for a gain
+    settle_s: float = 0.2  # after a change nothing is judged: steps under way are the old ones
+    judge_s: float = 0.5  # computed time over which fan-out is held against alone
+    loss: float = 0.97  # measured, as a multiple of alone: less is a loss
+    backoff_s: float = 4.0  # after a first loss; doubles with each one ...
+    backoff_max_s: float = 300.0  # ... up to this
+    sound_s: float = 20.0  # on for so long without a loss: the losses before are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """`wanted`: saturated, or fanout.when = always. `calm`: the words for why not, when it is not wanted.
+
+    `offered`: the best plan for the load. `kept`: what the routes in force would give for the same rows at the costs
+    of now; None when fan-out is off. `lost`: a peer of the routes in force may not carry load any more.
+    """
+
+    wanted: bool
+    queued: int
+    offered: Plan
+    kept: Prediction | None = None
+    lost: bool = False
+    calm: str = "calm"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`plan` is in force when `on`; else its `home` routes are, in one lane. `changed` = carry it out anew."""
+
+    on: bool
+    plan: Plan
+    gain: float  # predicted of what is in force; of the offer when off
+    reason: str
+    changed: bool
+
+    @property
+    def lanes(self) -> int:
+        return self.plan.lanes if self.on else 1
+
+
+@dataclass(slots=True)
+class _Judged:
+    """What was computed since the last judgement, and what alone would have given in the same time."""
+
+    tokens: float = 0.0
+    alone_tokens: float = 0.0
+    took_s: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Governor:
+    BIAS_LIMITS: ClassVar[tuple[float, float]] = (0.5, 2.0)  # alone as measured, as a multiple of predicted
+
+    limits: GovernorLimits = field(default_factory=GovernorLimits)
+    measured_gain: float = 1.0  # tokens per second of the last judgement, as a multiple of alone
+    _plan: Plan | None = None  # in force, None = off
+    _reference: Plan | None = None  # whose predictions for alone are the newest
+    _changed_at: float = -math.inf
+    _home: object = None  # routes in force while off
+    _bias: float = 1.0
+    _judged: _Judged = field(default_factory=_Judged)
+    _losses: int = 0  # in a row
+    _lost_at: float = -math.inf
+    _blocked_until: float = -math.inf  # by a loss
+    _rests_until: float = -math.inf  # by the dwell, after it did not pay any more
+
+    @property
+    def on(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is in force; None while off."""
+        return self._plan
+
+    def observe(self, tokens: float, rows: int, took_s: float, now: float) -> None:
+        """So many tokens came of steps of about so many rows in that time; steps with prompts in them do not count."""
+        if self._reference is None or tokens <= 0.0 or took_s <= 0.0 or now - self._changed_at < self.limits.settle_s:
+            return
+        alone = took_s * self._alone_tokens_per_s(self._reference, rows)
+        if self._plan is None:
+            low, high = self.BIAS_LIMITS
+            self._bias += (min(high, max(low, tokens / alone)) - self._bias) / 8
+            return
+        self._judged.tokens += tokens
+        self._judged.alone_tokens += alone * self._bias
+        self._judged.took_s += took_s
+        self._judged.count += 1
+
+    def _alone_tokens_per_s(self, plan: Plan, rows: int) -> float:
+        """A step's time between the two that are predicted, as a power of the rows."""
+        if plan.rows <= 1:
+            return rows / plan.idle_s
+        power = math.log(plan.alone.token_s / plan.idle_s) / math.log(plan.rows)
+        return rows / (plan.idle_s * max(1, rows) ** power)
+
+    def consider(self, situation: Situation, now: float) -> Decision:
+        """What should be in force from now on; to be asked some times a second, and when who is proven changes."""
+        self._reference = situation.offered
+        lost = self._is_loss(now)
+        if not situation.wanted:
+            return self._off(situation, now, f"off: {situation.calm}")
+        if lost:
+            return self._off(situation, now, self._loss_words(now))
+        if self._plan is None:
+            return self._consider_on(situation, now)
+        return self._consider_change(situation, now)
+
+    def _is_loss(self, now: float) -> bool:
+        """Judges what was computed, when it is enough; True when alone would have given more."""
+        judged, limits = self._judged, self.limits
+        enough = judged.took_s >= limits.judge_s and (judged.count > 1 or judged.took_s >= 2 * limits.judge_s)
+        if self._plan is None or not enough:
+            return False
+        self.measured_gain = judged.tokens / judged.alone_tokens
+        self._judged = _Judged()
+        if self.measured_gain >= limits.loss:
+            if now - max(self._changed_at, self._lost_at) >= limits.sound_s:
+                self._losses = 0
+            return False
+        self._losses += 1
+        self._lost_at = now
+        pause_s = limits.backoff_s * 2.0 ** min(self._losses - 1, 32)
+        self._blocked_until = now + min(limits.backoff_max_s, pause_s)
+        return True
+
+    def _loss_words(self, now: float) -> str:
+        return f"off: measured {self.measured_gain:.2f}× alone, tried again in {self._blocked_until - now:.0f} s"
+
+    def _consider_on(self, situation: Situation, now: float) -> Decision:
+        offered = situation.offered
+        if offered.layers_shared == 0:
+            return self._off(situation, now, f"off: {offered.obstacle}")
+        if now < self._blocked_until:
+            return self._off(situation, now, self._loss_words(now))
+        if now < self._rests_until:
+            return self._off(situation, now, "off: it did not pay a moment ago")
+        if offered.gain < self.limits.on_gain:
+            words = f"off: gain {offered.gain:.2f}× is less than {self.limits.on_gain:.2f}×"
+            return self._off(situation, now, words)
+        return self._put(situation, now)
+
+    def _consider_change(self, situation: Situation, now: float) -> Decision:
+        assert self._plan is not None
+        offered, limits = situation.offered, self.limits
+        kept = situation.kept
+        kept_gain = 0.0 if kept is None else kept.tokens_per_s / offered.alone.tokens_per_s
+        late = kept is not None and kept.token_s > offered.budget_s
+        must = situation.lost or late or kept_gain < 1.0
+        may = must or now - self._changed_at >= limits.dwell_s
+        better = offered.gain >= limits.change_gain * kept_gain or must
+        if may and better and offered.gain >= limits.off_gain:
+            return self._put(situation, now)
+        if may and (must or kept_gain < limits.off_gain):
+            words = offered.obstacle or f"gain {max(kept_gain, offered.gain):.2f}× is less than {limits.off_gain:.2f}×"
+            return self._off(situation, now, f"off: {words}")
+        return Decision(True, self._plan, kept_gain, self._on_words(situation, self._plan, kept_gain), False)
+
+    def _put(self, situation: Situation, now: float) -> Decision:
+        plan = situation.offered
+        changed = self._plan is None or (plan.routes, plan.lanes) != (self._plan.routes, self._plan.lanes)
+        self._plan, self._home = plan, None
+        if changed:
+            self._changed_at = now
+            self._judged = _Judged()
+        return Decision(True, plan, plan.gain, self._on_words(situation, plan, plan.gain), changed)
+
+    def _on_words(self, situation: Situation, plan: Plan, gain: float) -> str:
+        many = len(plan.shares)
+        lanes = f", {plan.lanes} lanes" if plan.lanes > 1 else ""
+        return f"on: queue {situation.queued}, gain {gain:.1f}×, {many} worker{'s' if many > 1 else ''}{lanes}"
+
+    def _off(self, situation: Situation, now: float, words: str) -> Decision:
+        was_on, self._plan = self._plan is not None, None
+        changed = was_on or self._home != situation.offered.home
+        self._home = situation.offered.home
+        if was_on:
+            self._changed_at = now
+            self._rests_until = now + self.limits.dwell_s if situation.wanted else -math.inf
+            self._judged = _Judged()
+        return Decision(False, situation.offered, situation.offered.gain, words, changed)

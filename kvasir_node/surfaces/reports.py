@@ -32,6 +32,9 @@ def _status_rows(status: Document) -> Iterator[tuple[str, str]]:
     if model:
         held = f"{model['slices_held']}/{model['slices']} slices held"
         yield "model", f"{clean(model['name'])}  {held}  {model['id']}"
+        if model.get("expert_dtype") == "int8":
+            error = model["expert_error"]
+            yield "experts", f"int8  {'error unknown' if error is None else f'sums {error:.1%} off'}"
     if "coordinator" in (status.get("roles") or ()):
         yield from _coordinator_rows(status)
     worker = status.get("worker")

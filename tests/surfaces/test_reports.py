@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
 from kvasir_node.surfaces.reports import peers_text, status_text
@@ -29,3 +31,14 @@ def test_a_document_without_members_is_one_of_an_older_node():
 def test_reachability_is_told_once_it_is_known():
     assert "reachability" not in status_text(fake_snapshot().to_json())
     assert "reachability private" in status_text(busy_snapshot().to_json())
+
+
+def test_int8_experts_are_told_with_their_error_and_others_not_at_all():
+    def shown(dtype: str, error: float | None) -> str:
+        model = busy_snapshot().model
+        assert model is not None
+        return status_text(fake_snapshot(model=replace(model, expert_dtype=dtype, expert_error=error)).to_json())
+
+    assert "experts  int8  sums 1.0% off" in shown("int8", 0.0104)
+    assert "experts  int8  error unknown" in shown("int8", None)
+    assert "\nexperts" not in shown("bfloat16", None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,7 @@ from kvasir_node.model.forwards import Forward, Seat
 from kvasir_node.model.jobs import BadLogits, Job, StepToken
 from kvasir_node.model.missing import ExpertsMissing, JobsWait
 from kvasir_node.model.trunk import LocalDispatch, RowTally, Trunk, load_trunk
+from kvasir_node.roles.library import demo_folder
 
 CONTEXT = 160
 LAYERS, CHOSEN = 2, 2
@@ -421,3 +424,26 @@ def test_a_lane_aims_at_rows_of_any_length_and_at_equal_ones_again():
         lane.begin_packed([0, 1], [0, 15], [1, 2])
     with pytest.raises(BugError, match="aimed at slots"):
         lane.begin_packed([4], [0], [1])
+
+
+def prompts_s(trunk: Trunk, prompts: Sequence[tuple[int, ...]]) -> float:
+    """Prompts per second until each has its first token."""
+    engine = Engine(trunk, len(prompts), 512, 256, reuses_prefixes=False)
+    began = time.perf_counter()
+    run(engine, *(job(number, prompt, 1) for number, prompt in enumerate(prompts)))
+    return len(prompts) / (time.perf_counter() - began)
+
+
+@pytest.mark.soak
+def test_short_prompts_that_arrive_together_are_computed_faster_than_one_by_one():
+    torch.set_num_threads(1)
+    demo = load_trunk(demo_folder(), torch.float32, "cpu", LocalDispatch(all_experts(demo_folder())))
+    single = Unpacked(demo._model, demo._config, demo._traits, demo._dispatch, demo._switch, demo._fused)
+    for count, length in ((8, 20), (16, 20), (32, 20), (8, 64), (16, 64), (32, 64)):
+        ratios = []
+        for number in range(9):
+            prompts = [prompt_of(100 * number + n, length) for n in range(count)]
+            slow, fast = prompts_s(single, prompts), prompts_s(demo, prompts)
+            ratios.append(fast / slow)
+        print(f"{count} prompts of {length} tokens: x{statistics.median(ratios):.2f} of the prompts per second")
+        assert statistics.median(ratios) > (1.2 if length == 20 else 1.0)

@@ -64,7 +64,7 @@ class CoordinatorSettings:
     slots: int = 4  # requests computed at once
     queue: int = 64  # requests that wait; one more is refused with 429
     context: int = 0  # tokens of prompt + answer per request; 0 = the model's own limit, at most 4096
-    prefill_chunk: int = 256  # prompt tokens computed between two decode steps
+    prefill_chunk: int = 256  # prompt tokens computed in one step
     prefix_cache: bool = True  # a prompt that begins like another one is copied so far, not computed again
     saturated_after_s: float = 0.5 * SECONDS  # every slot busy and the queue not empty this long
     calm_after_s: float = 5 * SECONDS  # queue empty and few slots busy this long

@@ -59,7 +59,9 @@ class ExpertDispatch(Protocol):
         ...
 
     def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """rows [T, D] in the trunk's dtype, chosen [T, K] int64, weights [T, K] -> [T, D] in any float dtype.
+        """rows [T, D], chosen [T, K] int64, weights [T, K] -> [T, D] in any float dtype.
+
+        The rows are in the trunk's dtype, or in float32 with values that the trunk's dtype can tell.
 
         May raise a KvasirError when no way to compute is left; the forward then ends and may be repeated.
         """
@@ -81,14 +83,18 @@ class LocalDispatch:
         self._shard = shard
         self._rows = 0
         self._pairs_per_row = 0
+        self._pair_row = torch.zeros(0, dtype=torch.int64)  # of the last shape of `chosen`: layers share it
+        self._shape: tuple[int, ...] = (0, 0)
 
     def begin(self, rows: int) -> None:
         self._rows, self._pairs_per_row = rows, 0
 
     def __call__(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         self._pairs_per_row += chosen.shape[1]
-        pair_row = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(chosen.shape[1])
-        return self._shard.compute(layer, rows, pair_row, chosen.reshape(-1), weights.reshape(-1))
+        if self._shape != chosen.shape:
+            self._pair_row = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(chosen.shape[1])
+            self._shape = tuple(chosen.shape)
+        return self._shard.compute(layer, rows, self._pair_row, chosen.reshape(-1), weights.reshape(-1))
 
     def tally(self) -> RowTally:
         none = [0] * self._rows

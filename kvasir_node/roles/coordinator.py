@@ -90,7 +90,9 @@ class Coordinator:
         )
         self._ledger_file = None if ledger_path is None else LedgerFile(ledger_path, manifest.model)
         # A liar that could foretell the chance would be honest only when it is checked.
-        self._spot_checks = SpotChecks(settings.fanout.spot_check_ratio, secrets.SystemRandom())
+        verifies_all = settings.fanout.verify == "double"
+        ratio = 1.0 if verifies_all else settings.fanout.spot_check_ratio
+        self._spot_checks = SpotChecks(ratio, secrets.SystemRandom())
         self.dispatch = FanoutDispatch(
             own,
             manifest.layers,
@@ -98,6 +100,7 @@ class Coordinator:
             dtype=model.shard.dtype,
             crew=self.crew,
             spot_checks=self._spot_checks,
+            verifies_all=verifies_all,
             patience_s=settings.fanout.deadline_ceiling_s,
             body_bytes_max=settings.network.frame_bytes_max,
         )

@@ -136,7 +136,8 @@ class FanoutDispatch:
     """Implements `model.trunk.ExpertDispatch` over our own experts and a crew of proven workers.
 
     `dtype` is what the model computes in, and what rows travel in. `spot_checks` says which rows of an answer are
-    compared with our own result before any of it is used. `body_bytes_max` is the largest frame that may be sent.
+    compared with our own result before any of it is used; with `verifies_all` all must be, and a row that cannot be
+    compared waits. `body_bytes_max` is the largest frame that may be sent.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class FanoutDispatch:
         dtype: torch.dtype,
         crew: Crew,
         spot_checks: SpotChecks,
+        verifies_all: bool = False,
         patience_s: float,
         body_bytes_max: int,
     ) -> None:
@@ -156,6 +158,7 @@ class FanoutDispatch:
         self._layers = tuple(layers)
         self._crew = crew
         self._spot_checks = spot_checks
+        self._verifies_all = verifies_all
         self._patience_max_s = patience_s
         self._body_bytes_max = body_bytes_max
         self._common = _Common(torch.zeros(len(self._layers), experts_per_layer))
@@ -345,8 +348,11 @@ class FanoutDispatch:
             self._counted.mismatches += 1
             self._blame(call, wrong_result(), own)
             return False, self._sums_here(call)
+        if own is None and self._verifies_all:
+            return False, self._sums_here(call)
         self._crew.report(call, None)
-        return True, sums
+        # Where we know all of the truth it is used: a lie within the tolerance gains nothing.
+        return True, sums if own is None or own.shape[0] < rows else own
 
     def _blame(self, call: RemoteCall, error: Misbehaved, own: torch.Tensor) -> None:
         if bool(torch.isfinite(own).all()):  # else the model itself overflows there, and nobody is to blame

@@ -32,7 +32,7 @@ from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import LocalDispatch
-from kvasir_node.roles.dispatch import HEAT_EVERY, agrees, pick_pairs, rows_of
+from kvasir_node.roles.dispatch import HEAT_EVERY, TOLERANCES, agrees, pick_pairs, rows_of
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.wire.tensors import PAIRS_MAX
 
@@ -458,6 +458,38 @@ def test_one_bad_row_is_found_when_it_is_drawn_and_then_every_row_of_that_peer_i
     assert all(wrong_tokens[:first])
     assert not any(wrong_tokens[first:])
     assert all(wrong for _, _, wrong in crew.reports[first:])
+
+
+def slightly_wrong(sums: torch.Tensor) -> torch.Tensor:
+    return sums + 0.9 * TOLERANCES[torch.float32] * sums.abs().amax(1, keepdim=True)
+
+
+def test_law_1_when_every_row_is_verified_not_even_a_lie_within_the_tolerance_changes_a_value(own, truth):
+    lies = (noisy, with_nan, slightly_wrong, lambda s: s.flip(0), lambda s: s * 0)
+    for number, lie in enumerate(lies):
+        crew = FakeCrew({ANN: lambda call, lie=lie: changed_body(own, call.request, lie)})
+        dispatch = make_dispatch(own, crew, checks=True, verifies_all=True)
+        dispatch.set_route(route_of(ANN, None))
+        inputs = random_rows(number, 8)
+        dispatch.begin(8)
+        torch.testing.assert_close(dispatch(0, *inputs), truth(0, *inputs), atol=1e-6, rtol=1e-6)
+        assert len(crew.calls) == 1
+
+
+def test_when_every_row_is_verified_one_that_cannot_be_waits(own, lacking, truth):
+    lacking, bringer = lacking
+    crew = FakeCrew({ANN: answer_of(own, "noisy")})
+    dispatch = make_dispatch(lacking, crew, checks=True, verifies_all=True)
+    dispatch.set_route(Route(True, "", {0: (None,) * 6 + (ANN, ANN)}))
+    rows, _, weights = random_rows(0, 2)
+    chosen = torch.tensor([[0, 7], [1, 2]])
+    dispatch.begin(2)
+    with pytest.raises(ExpertsMissing) as raised:
+        dispatch(0, rows, chosen, weights)
+    assert raised.value.rows == (0,)
+    bringer.here = {6, 7}
+    dispatch.begin(2)
+    torch.testing.assert_close(dispatch(0, rows, chosen, weights), truth(0, rows, chosen, weights))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -115,6 +115,7 @@ class AnswerFacts:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    request: int = 0  # its number in this node's log
 
 
 @dataclass(frozen=True, slots=True)

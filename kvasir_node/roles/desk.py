@@ -157,7 +157,7 @@ class Desk:
                 self._wake = trio.Event()
                 await self._wake.wait()
                 continue
-            requests = [number for number, choice in self._choices.items() if choice.joined]
+            requests = sorted({choice.request.number for choice in self._choices.values() if choice.joined})
             error = await self._step()
             self._stepped(requests)
             attempts = attempts + 1 if error is not None else 0

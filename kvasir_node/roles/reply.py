@@ -164,6 +164,11 @@ class Request:
     admitted_at: float | None = None  # the first choice
     first_token_at: float | None = None
 
+    @property
+    def number(self) -> int:
+        """Of its first choice's job: what the log calls it."""
+        return self.choices[0].job.id
+
     def deliver(self, choice: Choice, token: StepToken, now: float) -> bool:
         """Sends what the token brings; True when it ends the choice."""
         if self.first_token_at is None:
@@ -198,4 +203,5 @@ class Request:
             queue_ms=round((admitted - self.arrived_at) * 1000, 3),
             prefill_ms=round((first - admitted) * 1000, 3),
             decode_ms=round((now - first) * 1000, 3),
+            request=self.number,
         )

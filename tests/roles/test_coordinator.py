@@ -292,11 +292,15 @@ async def test_a_prompt_that_comes_again_is_copied_unless_that_is_switched_off(m
         assert room.coordinator.fanout_snapshot().lanes == 1
 
 
-async def test_law_1_what_a_liar_may_have_computed_is_not_copied_into_other_prompts_once_it_is_caught(manifest, whole):
+async def test_law_1_what_a_liar_may_have_computed_is_not_copied_into_other_prompts_once_it_is_caught(
+    manifest, whole, caplog
+):
     flags = {"fanout__when": "always", "fanout__spot_check_ratio": 1.0, "coordinator__slots": 2}
     async with open_room(manifest, whole, **flags) as room:
         worker = await room.worker()
         await room.until_proven(1)
+        _, touched = await room.ask(2)
+        assert touched.facts.remote_pairs > 0
         request = GenerationRequest(prompt=PROMPT * 8, max_tokens=1, sampling=SamplingOptions(temperature=0.0))
 
         async def reused() -> int:
@@ -312,6 +316,8 @@ async def test_law_1_what_a_liar_may_have_computed_is_not_copied_into_other_prom
             await room.ask(2)
         await room.until(lambda: room.coordinator._mismatches > 0, "that the coordinator noticed")
         assert await reused() == 0
+        (said,) = [record.getMessage() for record in caplog.records if "was caught" in record.getMessage()][:1]
+        assert str(touched.facts.request) in said.partition("before: ")[2].split(", ")
 
 
 async def test_law_1_lanes_over_a_worker_change_no_answer(manifest, whole, expected):

@@ -34,7 +34,7 @@ async def test_a_chat_answer_has_openais_shape():
     assert (choice["index"], choice["finish_reason"], len(document["choices"])) == (0, "stop", 1)
     usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
     assert document["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
-    facts = ["local_pairs", "remote_pairs", "fallbacks", "hedges", "queue_ms", "prefill_ms", "decode_ms"]
+    facts = ["local_pairs", "remote_pairs", "fallbacks", "hedges", "queue_ms", "prefill_ms", "decode_ms", "request"]
     assert list(document["kvasir"]) == facts
 
 

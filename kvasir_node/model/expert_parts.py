@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,6 +47,7 @@ class ExpertWeights:
     gate: torch.Tensor | None = None
     up_factors: torch.Tensor | None = None  # float32, [2I] or [I]
     down_factors: torch.Tensor | None = None  # float32 [D]
+    is_view: bool = field(default=False, kw_only=True)  # of memory that is not the expert's own
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same numbers as plain matrices, `up` in one piece."""
@@ -179,8 +180,8 @@ def lies_ready(maths: ExpertMaths, parts: Mapping[str, TensorSpec], dtype: torch
 def as_they_lie(parts: Mapping[str, torch.Tensor]) -> ExpertWeights:
     """An expert of parts that lie ready: views, which live as long as it does."""
     if "gate_up" in parts:
-        return ExpertWeights(parts["gate_up"], parts["down"])
-    return ExpertWeights(parts["up"], parts["down"], gate=parts["gate"])
+        return ExpertWeights(parts["gate_up"], parts["down"], is_view=True)
+    return ExpertWeights(parts["up"], parts["down"], gate=parts["gate"], is_view=True)
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -150,7 +150,7 @@ class ExpertShard:
 
     @property
     def expert_bytes(self) -> int:
-        """Memory of one expert, unless it is viewed."""
+        """Memory of one expert that is not a view."""
         up_rows = self.maths.up_rows(self.expert_hidden_size)
         weights = up_rows * self.hidden_size + self.hidden_size * self.expert_hidden_size
         outputs = up_rows + self.hidden_size
@@ -160,8 +160,9 @@ class ExpertShard:
 
     @property
     def nbytes(self) -> int:
-        """Of all that are held, as if none was viewed."""
-        return self.expert_bytes * sum(len(layer.experts) for layer in self._layers.values())
+        """Memory of all that are held; views take none."""
+        everything = (weights for layer in self._layers.values() for weights in layer.experts.values())
+        return self.expert_bytes * sum(not weights.is_view for weights in everything)
 
     @torch.no_grad()
     def compute(

@@ -151,6 +151,7 @@ def test_views_give_the_bits_of_a_copy_and_only_what_lies_ready_can_be_viewed(jo
     shard.add(ExpertId(0, 0), parts)
     assert shard.can_view(specs)
     shard.add_views(ExpertId(0, 1), parts)
+    assert shard.nbytes == shard.expert_bytes
     rows, row, _, weight = tensors_of([(n, 0) for n in range(11)], 2)
     copied, viewed = (shard.compute(0, rows, row, torch.full_like(row, index), weight) for index in (0, 1))
     assert torch.equal(copied, viewed)

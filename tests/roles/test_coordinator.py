@@ -189,8 +189,11 @@ async def test_law_7_a_model_larger_than_the_memory_setting_serves_alone_the_hot
         coordinator = room.coordinator
         shard = coordinator._model.shard
         before = coordinator.model_snapshot()
-        assert before.experts_held == 14
+        assert before.experts_held == 16
         assert (await room.ask())[0] == expected
+        seen = coordinator.model_snapshot()
+        assert seen.experts_mapped > 0
+        assert (seen.experts_borrowed, seen.experts_read) == (0, 0)
         assert {wanted.slice for wanted in coordinator.demand()} == set(coordinator.slices)
         assert {wanted.want for wanted in coordinator.demand()} == {1}
         async with room.load(1) as texts:
@@ -202,12 +205,30 @@ async def test_law_7_a_model_larger_than_the_memory_setting_serves_alone_the_hot
         assert set(texts) == {expected}
         after = coordinator.model_snapshot()
         assert shard.nbytes <= room_for
-        assert after.experts_held == 14
+        assert after.experts_held == 16
         heat = coordinator.dispatch.heat()
         held = coordinator._model.held
         inside = [heat[layer][index] for layer in held for index in held[layer]]
         outside = [h for layer in held for index, h in enumerate(heat[layer]) if index not in held[layer]]
         assert sum(inside) / len(inside) > sum(outside) / len(outside)
+
+
+async def test_law_7_experts_that_cannot_be_mapped_are_borrowed_within_the_memory_setting(manifest, whole):
+    async with open_room(manifest, whole, coordinator__experts="int8") as room:
+        text = (await room.ask())[0]
+        room_for = 16 * room.coordinator._model.shard.expert_bytes
+    async with open_room(
+        manifest, whole, coordinator__experts="int8", coordinator__memory_bytes=room_for, fanout__enabled=False
+    ) as room:
+        coordinator = room.coordinator
+        assert (await room.ask())[0] == text
+        seen = coordinator.model_snapshot()
+        assert (seen.experts_held, seen.experts_borrowed, seen.experts_mapped) == (14, 2, 0)
+        async with room.load(1) as texts:
+            await room.until(lambda: coordinator.model_snapshot().expert_swaps >= 2, "hotter experts")
+            await room.until(lambda: len(texts) > 3, "answers")
+        assert set(texts) == {text}
+        assert coordinator._model.shard.nbytes <= room_for
 
 
 async def test_law_5_a_worker_that_falls_silent_costs_a_moment_and_no_token(manifest, whole, expected):

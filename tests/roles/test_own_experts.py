@@ -287,6 +287,7 @@ def test_experts_that_lie_ready_are_computed_where_they_lie_and_take_no_room(tmp
         model.check(seed, layer=seed % 2)
     assert model.own.mapped == 2 * (EXPERTS - 2)
     assert (model.own.loads, model.own.borrowed) == (0, 0)
+    assert model.shard.nbytes == 2 * 2 * model.shard.expert_bytes
     (tmp_path / "model.safetensors").unlink()  # what was mapped stays, and nothing is opened again
     model.check(11)
 

@@ -42,9 +42,10 @@ TRIALS_MAX = 500  # single changes that are tried to improve a plan of a small m
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """`max_slowdown`: a token may take this many times one that is computed alone and at home (or as long as it would
-    with the same rows at home, if that is more). `bytes_s`: of all calls, both ways; 0 = no limit. What is not held
-    here leaves whatever the limits say."""
+    """`max_slowdown`: a token should take at most this many times one that is computed alone and at home. For given
+    rows the plan with the most tokens per second is the one with the shortest token, so no plan is refused for it: it
+    is the budget that a plan in force is held against, and that round trips are compared with in words.
+    `bytes_s`: of all calls, both ways; 0 = no limit. What is not held here leaves whatever the limit says."""
 
     max_slowdown: float
     bytes_s: float = 0.0
@@ -62,7 +63,7 @@ class Plan:
     predicted: Prediction
     alone: Prediction
     idle_s: float  # a token of one row, at home
-    budget_s: float  # what a token may take by the limits
+    budget_s: float  # what a token may take: max_slowdown × idle, or as long as at home if that is longer
     shares: Mapping[PeerId, float]  # of all pairs, by worker
     layers_shared: int  # layers of which a worker computes what is held here
     obstacle: str
@@ -107,7 +108,7 @@ class _Planning:
         self._home = self._step(self._each(at_home, self._tables(1.0)), 1, 1.0)
         self._idle_s = self._home.taken_s
         self._home = self._step(self._each(at_home, self._tables(rows)), 1, rows)
-        self._limit_s = max(self._home.taken_s, limits.max_slowdown * self._idle_s)
+        self._budget_s = max(self._home.taken_s, limits.max_slowdown * self._idle_s)
 
     def best(self) -> Plan:
         best = self._home
@@ -144,9 +145,7 @@ class _Planning:
         return _Step(layers, lanes, cycle_s(lanes, here_s, path_s, busiest_s), carried)
 
     def _fits(self, found: _Step) -> bool:
-        """Whether a step keeps both limits."""
-        if found.taken_s > self._limit_s:
-            return False
+        """Whether a step keeps the limit of bytes; see `PlanLimits` for the other one."""
         if self._excess(found) <= 1.0:
             return True
         self._bytes_refused = True
@@ -253,7 +252,7 @@ class _Planning:
             predicted=self._prediction(best),
             alone=self._prediction(self._home),
             idle_s=self._idle_s,
-            budget_s=self._limit_s,
+            budget_s=self._budget_s,
             shares={peer: share for peer, share in zip(self._peers, shares[1:], strict=True) if share > 0.0},
             layers_shared=shared,
             obstacle="" if shared else self._obstacle(),
@@ -269,8 +268,11 @@ class _Planning:
             if id(chosen) not in ranked:
                 ranked[id(chosen)] = self._ranked(kind, chosen)
             peers, shares_held = ranked[id(chosen)]
-            at = dict(zip(kind.orders[place], peers, strict=True))
-            routes[kind.layers[place]] = tuple([at[index] for index in range(self._scene.experts)])
+            row = list(peers)
+            if not all(peer is None for peer in peers):
+                for index, peer in zip(kind.orders[place], peers, strict=True):
+                    row[index] = peer
+            routes[kind.layers[place]] = tuple(row)
             shared += shares_held
         return routes, shared
 
@@ -291,8 +293,8 @@ class _Planning:
         if self._bytes_refused:
             return f"rows would need more than {self._limits.bytes_s / 1e6:.3g} MB/s"
         nearest_s, layers = min(worker.rtt_s for worker in workers), len(self._kind_at)
-        if nearest_s * layers > self._limit_s:
-            return f"worker RTT {nearest_s * 1000:.0f} ms × {layers} layers > budget {self._limit_s * 1000:.0f} ms"
+        if nearest_s * layers > self._budget_s:
+            return f"worker RTT {nearest_s * 1000:.0f} ms × {layers} layers > budget {self._budget_s * 1000:.0f} ms"
         quickest = max(_relative_speed(self._costs, worker) for worker in workers)
         if quickest < 0.5:
             return f"the quickest worker is {1 / max(quickest, 1e-3):.0f}× slower than this machine"

@@ -88,16 +88,15 @@ def cycle_s(lanes: int, here_s: float, path_s: float, busiest_s: float) -> float
 
 def predict(scene: Scene, costs: Costs, rows: int, lanes: int, routes: Routes) -> Prediction:
     """What a route gives with these costs. An expert whose peer is not proven for it is computed here."""
-    proven = {(peer, part.layer, index) for peer, part in scene.proven for index in range(part.first, part.last + 1)}
+    proven = _proven(scene, costs)
     here_s = path_s = costs.own.trunk(rows / lanes)
     busy: dict[PeerId, float] = {}
     carried = 0.0
     for layer in scene.layers:
         row = routes.get(layer, (None,) * scene.experts)
-        able = [
-            peer if (peer, layer, index) in proven and peer in costs.workers else None for index, peer in enumerate(row)
-        ]
-        part = _Layer(scene, costs, rows / lanes, layer, able)
+        able = {peer: proven.get((peer, layer), ()) for peer in set(row) if peer is not None}
+        checked = [peer if peer is not None and index in able[peer] else None for index, peer in enumerate(row)]
+        part = _Layer(scene, costs, rows / lanes, layer, checked)
         here_s += part.own_s
         path_s += part.path_s
         carried += part.bytes
@@ -105,6 +104,16 @@ def predict(scene: Scene, costs: Costs, rows: int, lanes: int, routes: Routes) -
             busy[peer] = busy.get(peer, 0.0) + taken_s
     taken_s = cycle_s(lanes, here_s, path_s, max(busy.values(), default=0.0))
     return Prediction(rows / taken_s, taken_s, lanes * carried / taken_s)
+
+
+def _proven(scene: Scene, costs: Costs) -> Mapping[tuple[PeerId, int], Collection[int]]:
+    """The experts of each layer that each peer whose costs are known may compute."""
+    found: dict[tuple[PeerId, int], Collection[int]] = {}
+    for peer, part in scene.proven:
+        if peer in costs.workers:
+            more, key = range(part.first, part.last + 1), (peer, part.layer)
+            found[key] = {*found[key], *more} if key in found else more
+    return found
 
 
 class _Layer:

@@ -137,7 +137,8 @@ def _kind_of(
     activated as often.
     """
     shares = [expected_shares(scene.experts, scene.heat.get(layer, ())) for layer in layers]
-    nevers = [[max(0.0, 1.0 - scene.chosen * each) ** rows for each in row] for row in shares]
+    chosen, certain = scene.chosen, 1.0 / scene.chosen
+    nevers = [[(1.0 - chosen * each) ** rows if each < certain else 0.0 for each in row] for row in shares]
     cells: list[tuple[float, int, Cell]] = []
     orders: list[list[list[int]]] = []  # [group][layer]
     places: list[tuple[int, int]] = []  # of each cell: group, first of its experts
@@ -154,14 +155,21 @@ def _kind_of(
             cells.append((-chance, len(places), Cell(count, share, chance, wanted, able, held)))
             places.append((group, start))
             start = end
-    cells.sort(key=lambda each: each[:2])
-    joined: list[list[int]] = [[] for _ in layers]
-    for _, place, cell in cells:
-        group, start = places[place]
-        for order, ranked in zip(joined, orders[group], strict=True):
-            order += ranked[start : start + cell.count]
+    joined = orders[0]
+    if len(groups) > 1:
+        cells.sort(key=lambda each: each[:2])
+        joined = _joined([(*places[at], cell.count) for _, at, cell in cells], orders)
     workers = tuple(number for number in range(1, machines) if any(cell.able[number] for _, _, cell in cells))
     return Kind(tuple(layers), tuple(cell for _, _, cell in cells), tuple(map(tuple, joined)), workers)
+
+
+def _joined(parts: Sequence[tuple[int, int, int]], orders: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """Each layer's experts, of parts that are (group, first, count) of the groups' orders."""
+    joined: list[list[int]] = [[] for _ in orders[0]]
+    for group, first, count in parts:
+        for order, ranked in zip(joined, orders[group], strict=True):
+            order += ranked[first : first + count]
+    return joined
 
 
 def _means(values: Sequence[Sequence[float]], orders: Sequence[Sequence[int]]) -> list[float]:

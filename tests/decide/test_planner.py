@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -108,6 +109,14 @@ def test_far_workers_take_whole_layers_and_lanes_hide_the_way():
     assert found.gain > plan(s, c, 16, PlanLimits(20.0, lanes_max=1)).gain
     near = costs(M_LIKE, like(M_LIKE, rtt_s=3e-4))
     assert plan(s, near, 16, PlanLimits(20.0)).lanes == 1
+
+
+def test_dear_calls_go_to_few_of_many():
+    own = replace(M_LIKE, call_s=2e-3)
+    plans = [plan(scene(12, 64, 8, w), costs(own, *[like(own)] * w), 4, FREE) for w in (1, 2, 4, 8)]
+    gains = [each.gain for each in plans]
+    assert gains == sorted(gains)
+    assert len(plans[-1].shares) < 4
 
 
 def test_the_hottest_stay_here():

@@ -359,3 +359,16 @@ async def test_law_1_lanes_over_a_worker_change_no_answer(manifest, whole, expec
         assert len(worker.requests) > asked
         assert room.coordinator.dispatch.counters.remote > before
         assert room.coordinator.fanout_snapshot().lanes == 2
+
+
+async def test_law_8_a_hub_that_dies_demerits_nobody(manifest, whole):
+    async with open_room(manifest, whole, fanout__when="always") as room:
+        worker = await room.worker()
+        await room.until_proven(8)
+        proven = room.coordinator.crew.ledger.proven()
+        room.coordinator.hubs_changed()  # all that a coordinator hears of it
+        before = len(worker.requests)
+        await room.ask(4)
+        assert len(worker.requests) > before
+        assert set(proven) <= set(room.coordinator.crew.ledger.proven())
+        assert all(view.failures == 0 for view in room.coordinator.crew.ledger.pairs())

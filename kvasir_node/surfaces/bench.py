@@ -6,6 +6,7 @@ It does not know how anything is measured. Nothing heavy is imported before a ve
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvasir_node.base.errors import UsageError
+from kvasir_node.base.settings import ComputeSettings, Settings, data_dir_of, setting_keys
 
 if TYPE_CHECKING:
     from kvasir_node.net.bench import NetFigures
@@ -27,6 +29,12 @@ MODEL_SCHEMA = "kvasir.bench.model/1"
 MODEL_SECONDS = 60.0
 MODEL_STREAMS = "1,4,8,16,32"
 STREAMS_MAX = 256
+FANOUT_MODEL = "M"
+FANOUT_SECONDS = 900.0
+FANOUT_CONCURRENCY = "1,2,4,8,16,32"
+FANOUT_CONCURRENCY_MAX = 128
+FANOUT_WORKERS = "0,1,2,4,6"
+FANOUT_WORKERS_MAX = 16
 
 bench_app = typer.Typer(
     help="Measured figures, each with its baseline in the same run.", rich_markup_mode=None, no_args_is_help=True
@@ -37,10 +45,12 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.
 
 @bench_app.command("net")
 def bench_net(
+    context: typer.Context,
     seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="About how long to measure.")] = NET_SECONDS,
     as_json: JsonFlag = False,
 ) -> None:
     """The network between two processes of this machine: round trips, bulk and calls."""
+    _real_settings(context)
     import trio
 
     from kvasir_node.net.bench import measure
@@ -54,11 +64,13 @@ def bench_net(
 
 @bench_app.command("fetch")
 def bench_fetch(
+    context: typer.Context,
     megabytes: Annotated[int, typer.Option(min=1, max=4096, help="Size of what is fetched, in MiB.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Each way is measured this often.")] = 3,
     as_json: JsonFlag = False,
 ) -> None:
     """A fetch by content from one and from two processes, beside a plain HTTP download of the same bytes."""
+    _real_settings(context)
     import trio
 
     from kvasir_node.roles.bench_fetch import measure
@@ -95,8 +107,8 @@ def bench_model(
         raise UsageError("--out says where --make puts its checkpoint; give both")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"--dtype is auto, float32 or bfloat16; got {dtype!r}")
-    counts = _stream_counts(streams)
-    settings = context.obj.settings()
+    counts = _counts("--streams", streams, MODEL_STREAMS, 1, STREAMS_MAX)
+    settings = _real_settings(context)
     from kvasir_node.roles.bench_model import bench_folder, make_bench_checkpoint, measure
     from kvasir_node.roles.loading import thread_count
 
@@ -113,11 +125,68 @@ def bench_model(
     print(json.dumps(model_document(figures)) if as_json else model_table(figures))
 
 
-def _stream_counts(text: str) -> list[int]:
+@bench_app.command("fanout")
+def bench_fanout(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(metavar="S|M|PATH", help="A seeded checkpoint, made once, or a model of your own.")
+    ] = FANOUT_MODEL,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="About how long, but for the start of nodes; less = fewer points.")
+    ] = FANOUT_SECONDS,
+    concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = FANOUT_CONCURRENCY,
+    workers: Annotated[str, typer.Option(metavar="N,N,…", help="Emulated workers; 0 = none.")] = FANOUT_WORKERS,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, of all nodes.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the curves are drawn.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tokens per second with workers, real and emulated, beside the coordinator alone and what could be at best."""
+    counts = _counts("--concurrency", concurrency, FANOUT_CONCURRENCY, 1, FANOUT_CONCURRENCY_MAX)
+    overrides = dict(_assignment(each) for each in set_ or ())
+    devices = _counts("--workers", workers, FANOUT_WORKERS, 0, FANOUT_WORKERS_MAX)
+    settings = _real_settings(context)
+    from kvasir_node.model.bench_checkpoint import SIZES
+    from kvasir_node.roles.bench_fanout import Plan, measure
+    from kvasir_node.roles.bench_model import bench_folder, make_bench_checkpoint
+    from kvasir_node.surfaces.bench_fanout import fanout_document, fanout_png, fanout_table
+
+    is_made = model in SIZES
+    folder = make_bench_checkpoint(settings, model, None, _say) if is_made else bench_folder(settings, model)
+    cache = data_dir_of(settings).absolute() / "cache" / "bench"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no node stays behind
+    figures = measure(Plan(folder, seconds, tuple(counts), tuple(devices), overrides), cache, _say)
+    png = png or cache / f"fanout-{folder.name}.png"
+    png.write_bytes(fanout_png(figures))
+    _say(f"the curves are in {png}")
+    print(json.dumps(fanout_document(figures, str(png))) if as_json else fanout_table(figures))
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or key not in setting_keys() or key.startswith("compute."):
+        raise UsageError(f"--set takes section.key=value, of any section but compute; got {text!r}", param="set")
+    return key, value
+
+
+def _counts(flag: str, text: str, example: str, least: int, most: int) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and 1 <= int(part) <= STREAMS_MAX for part in parts):
-        raise UsageError(f"--streams is a list like {MODEL_STREAMS}, each from 1 to {STREAMS_MAX}; got {text!r}")
+    if not all(part.strip().isdecimal() and least <= int(part) <= most for part in parts):
+        raise UsageError(f"{flag} is a list like {example}, each from {least} to {most}; got {text!r}")
     return [int(part) for part in parts]
+
+
+def _real_settings(context: typer.Context) -> Settings:
+    """Of a machine that shows its real speed: figures of an emulated one would be taken for those of this one."""
+    settings: Settings = context.obj.settings()
+    if settings.compute != ComputeSettings():
+        raise UsageError(
+            f"compute.slowdown is {settings.compute.slowdown:g} and compute.answer_delay_s "
+            f"{settings.compute.answer_delay_s:g}: this machine emulates another one, and figures of its speed would "
+            "be wrong; set them to 1 and 0"
+        )
+    return settings
 
 
 def fetch_document(figures: FetchFigures) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class AffineFit:
     what is old decays towards the prior itself.
 
     An observation far from its bin counts as one at the edge of what is usual (Huber). SHIFT_AFTER of them in a row
-    on the same side are no accident: the machine has changed, and all bins are scaled by the least of them.
+    on the same side are no accident: the machine has changed, and they and all bins that are as old as what was found
+    wrong are scaled by the least of them. Sizes seen since the change are right already.
     """
 
     HALF_LIFE_S: ClassVar[float] = 30.0
@@ -71,11 +72,15 @@ class AffineFit:
     USUAL: ClassVar[float] = 3.0  # deviations
     DEVIATION_MIN: ClassVar[float] = 0.05  # relative: no clock and no scheduler is better
     SHIFT_AFTER: ClassVar[int] = 4
+    RECENT_S: ClassVar[float] = 5.0  # what was seen so shortly before an outlier may still be of before the change
+    STALE_S: ClassVar[float] = 90.0  # a bin that was not seen for longer is begun anew
     BINS_MAX: ClassVar[int] = 48  # the one not seen for longest makes room
 
     deviation: float = 0.2  # relative, mean, of what is usual
     _bins: dict[tuple[int, ...], _Bin] = field(default_factory=dict[tuple[int, ...], _Bin])
-    _streak: list[float] = field(default_factory=list[float])  # logarithms of outliers on one side, in a row
+    _streak: list[tuple[float, tuple[int, ...]]] = field(default_factory=list[tuple[float, tuple[int, ...]]])
+    # of outliers on one side, in a row: logarithm, and which bin
+    _stale_until: float = -math.inf  # bins not seen after this are of before the change, if the streak is one
 
     @property
     def sizes(self) -> int:
@@ -88,14 +93,14 @@ class AffineFit:
             return
         key = tuple(math.frexp(x)[1] if x > 0 else -1 for x in features)
         found = self._bins.get(key)
-        if found is None:
+        if found is None or now - found.seen_at > self.STALE_S:
             self._bins[key] = _Bin(features, took_s, 1.0, now)
             if len(self._bins) > self.BINS_MAX:
                 del self._bins[min(self._bins, key=lambda each: (self._bins[each].seen_at, each))]
             return
         aside = math.log(took_s / found.took_s)
         edge = math.log1p(self.USUAL * max(self.deviation, self.DEVIATION_MIN))
-        if self._has_shifted(aside, edge):
+        if self._has_shifted(key, aside, edge, now):
             return
         usual = max(-edge, min(edge, aside))
         self.deviation += (abs(usual) - self.deviation) / 16
@@ -104,18 +109,22 @@ class AffineFit:
         found.took_s *= math.exp(usual / count)
         found.count, found.seen_at = count, now
 
-    def _has_shifted(self, aside: float, edge: float) -> bool:
+    def _has_shifted(self, key: tuple[int, ...], aside: float, edge: float, now: float) -> bool:
         if abs(aside) <= edge:
             self._streak.clear()
             return False
-        if self._streak and (aside > 0) != (self._streak[-1] > 0):
+        if not self._streak or (aside > 0) != (self._streak[-1][0] > 0):
             self._streak.clear()
-        self._streak.append(aside)
+            seen_at = self._bins[key].seen_at
+            self._stale_until = math.nextafter(now, -math.inf) if now - seen_at <= self.RECENT_S else seen_at
+        self._streak.append((aside, key))
         if len(self._streak) < self.SHIFT_AFTER:
             return False
-        scale = math.exp(min(self._streak, key=abs))
-        for each in self._bins.values():
-            each.took_s *= scale
+        scale = math.exp(min((each for each, _ in self._streak), key=abs))
+        wrong = {each for _, each in self._streak}
+        for each, found in self._bins.items():
+            if each in wrong or found.seen_at <= self._stale_until:
+                found.took_s *= scale
         self._streak.clear()
         return True
 

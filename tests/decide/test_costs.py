@@ -73,6 +73,23 @@ def test_a_machine_that_changes_is_believed_within_a_dozen_calls_at_sizes_not_se
     assert found.at(*SIZES[1]) == pytest.approx(times * of(TRUTH, SIZES[1]), rel=0.35)
 
 
+def test_sizes_seen_since_a_change_are_left_alone_when_old_ones_are_found_wrong():
+    """A machine was slow, was let alone, and is quick: new sizes first, then the old ones again."""
+    fit = fitted(SIZES[:2], theta=tuple(30 * each for each in TRUTH))
+    for step in range(20):
+        for size in SIZES[3:] if step < 10 else SIZES[:2]:
+            fit.observe(size, of(TRUTH, size), 60.0 + 0.1 * step)
+    found = fit.estimate(PRIOR, 0.6, 62.0)
+    for size in SIZES:
+        assert found.at(*size) == pytest.approx(of(TRUTH, size), rel=0.3)
+
+
+def test_a_size_not_seen_for_long_is_begun_anew():
+    fit = fitted(SIZES[:1], theta=tuple(30 * each for each in TRUTH))
+    fit.observe(SIZES[0], of(TRUTH, SIZES[0]), 100.0)
+    assert fit.estimate(TRUTH, 0.6, 100.0).at(*SIZES[0]) == pytest.approx(of(TRUTH, SIZES[0]), rel=0.01)
+
+
 def test_a_thousand_steps_of_one_size_do_not_wash_out_another():
     fit = fitted()
     for step in range(1000):

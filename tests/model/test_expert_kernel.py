@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from kvasir_node.base.errors import BugError, UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.expert_kernel import COLUMNS, ExpertForm, ExpertKernel
 from kvasir_node.model.experts import ExpertShard, stored_dtype
+from kvasir_node.model.kernels import library
 from kvasir_node.model.kernels.abi import GLU, INT8
 from kvasir_node.model.kernels.library import SOURCES, kernels, read_source_hash, source_hash
 from kvasir_node.model.maths import ExpertMaths
@@ -215,3 +219,18 @@ def test_bfloat16_weights_are_kept_as_they_are_where_a_kernel_computes():
 
 def test_all_kernels_are_there():
     assert all(callable(kernel) for kernel in kernels().values())
+
+
+def test_a_machine_where_they_cannot_be_compiled_goes_on_without_them(tmp_path):
+    # A copy of the module, so that what this process has loaded stays; its code is cut short.
+    broken = tmp_path / "kernels.ll.xz"
+    broken.write_bytes(library.CODE_FILE.read_bytes()[:1000])
+    program = (
+        "import sys, pathlib\n"
+        "from kvasir_node.model.kernels import library\n"
+        f"library.CODE_FILE = pathlib.Path({str(broken)!r})\n"
+        "assert not library.is_able() and not library.kernels()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch computes instead" in done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import lzma
 import re
 import subprocess
@@ -20,9 +21,10 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from kvasir_node.base.errors import BugError
 from kvasir_node.model.kernels import finish
 from kvasir_node.model.kernels.abi import KERNELS
+
+logger = logging.getLogger(__name__)
 
 CODE_FILE = Path(__file__).with_name("kernels.ll.xz")
 SOURCES = ("abi.py", "vector_code.py", "expert_code.py", "block_code.py", "build.py")
@@ -49,17 +51,14 @@ def read_source_hash() -> str:
 
 
 def is_able() -> bool:
-    """Whether this processor has the instructions that the kernels need."""
-    features = llvm.get_host_cpu_features()
-    architecture = llvm.get_process_triple().partition("-")[0]
-    return architecture in _NEEDED and all(features.get(each) for each in _NEEDED[architecture])
+    """Whether there are kernels for this machine; where there are none, torch computes. Takes about a second when it is
+    called first, from whichever thread."""
+    with _loading:
+        return bool(_loaded())
 
 
 def kernels() -> Mapping[str, Kernel]:
-    """By the names of `abi.KERNELS`; any thread may call them, and they run without the GIL.
-
-    Takes about a second when it is called first, from whichever thread. Raises BugError when they cannot be compiled.
-    """
+    """By the names of `abi.KERNELS`; any thread may call them, and they run without the GIL. Empty unless `is_able`."""
     with _loading:
         return _loaded()
 
@@ -69,14 +68,36 @@ _loading = threading.Lock()
 
 @cache
 def _loaded() -> Mapping[str, Kernel]:
+    if not _has_instructions():
+        logger.warning("this processor lacks the instructions of the kernels; torch computes instead, slower")
+        return {}
+    try:
+        return _load(_compiled())
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning("the kernels cannot be compiled here (%s); torch computes instead, slower", error)
+        return {}
+
+
+def _has_instructions() -> bool:
+    features = llvm.get_host_cpu_features()
+    architecture = llvm.get_process_triple().partition("-")[0]
+    return architecture in _NEEDED and all(features.get(each) for each in _NEEDED[architecture])
+
+
+def _compiled() -> bytes:
     command = [sys.executable, "-I", finish.__file__, str(CODE_FILE)]
     done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        raise BugError(f"compiling the kernels ended with {done.returncode}: {done.stderr.decode()[-500:]}")
+        raise RuntimeError(f"the compiler ended with {done.returncode}: {done.stderr.decode()[-300:].strip()}")
+    return done.stdout
+
+
+def _load(code: bytes) -> Mapping[str, Kernel]:
+    """llvmlite raises RuntimeError for what it cannot link."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), finish.machine())
-    for symbol in _unreached_symbols(done.stdout):
+    for symbol in _unreached_symbols(code):
         llvm.add_symbol(symbol, _address_of_abort())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(done.stdout))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     signature = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     return _Library(engine, {name: signature(engine.get_function_address(name)) for name in KERNELS})

@@ -16,9 +16,9 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
@@ -30,8 +30,10 @@ import torch
 from kvasir_node.base.errors import CapacityError
 from kvasir_node.base.settings import MIB
 from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
+from kvasir_node.model.experts import ExpertShard, stored_dtype
 from kvasir_node.roles.bench_nodes import BenchNode, Burst, Prompt, open_node
 from kvasir_node.roles.bench_parts import PROMPT_TOKENS, StepParts, open_parts
+from kvasir_node.roles.loading import compute_dtype
 
 AT = 16  # the concurrency of the figures in brief
 SLOWDOWN = 10
@@ -110,11 +112,11 @@ class FanoutFigures:
     @property
     def at(self) -> int:
         """The concurrency of `ratio` and the like: 16, or the nearest that was measured."""
-        return min(self.real, key=lambda count: abs(count - AT))
+        return min(self.real, key=_away_from_at)
 
 
 def measure(plan: Plan, folder: Path, say: Say) -> FanoutFigures:
-    """Blocks for about `plan.seconds`, and a start and a fetch of each node more at worst.
+    """Blocks for about `plan.seconds`, and for what the nodes' start and the sharing out of experts take.
 
     Raises CapacityError when the memory of this machine is too small for the processes, Unreachable when one of them
     does not start or ends.
@@ -130,6 +132,7 @@ class _Bench:
         self._folder = folder
         self._say = say
         self._checkpoint = open_checkpoint(plan.model)
+        self._memory_bytes = _memory_bytes(self._checkpoint, self._dtype)
         self._slots = max(plan.concurrency)
         self._began_at = monotonic()
         self.same_tokens = True
@@ -149,8 +152,17 @@ class _Bench:
         """Of the time until this share of all of it has passed."""
         return self._began_at + share * self._plan.seconds - monotonic()
 
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        """Nodes that start, fetch and prove themselves take none of the time."""
+        began_at = monotonic()
+        try:
+            yield
+        finally:
+            self._began_at += monotonic() - began_at
+
     def _check_memory(self) -> None:
-        needed, free = 4 * _expert_bytes(self._checkpoint) + (1 << 30), psutil.virtual_memory().available
+        needed, free = 4 * self._memory_bytes + (1 << 30), psutil.virtual_memory().available
         if needed > free:
             raise CapacityError(
                 f"{self._checkpoint.path.name} needs about {needed >> 20} MiB for three coordinators and a worker, and "
@@ -163,6 +175,7 @@ class _Bench:
         self._say("the parts of a step, with no network")
         counts = self._plan.concurrency
         with open_parts(self._plan.model, self._folder, self._dtype, self._cores) as bench:
+            self._began_at = monotonic()
             each_s = max(0.05, min(1.0, self._left_s(PARTS_SHARE) / len(counts) / 3))
             return {count: bench.step(count, each_s) for count in counts}
 
@@ -181,7 +194,7 @@ class _Bench:
                 stack, THREADS, self._all_cores[:2], **{"fanout.enabled": "false", "node.threads": 2}
             )
             sides[WORKER] = self._coordinator(stack, WORKER, own)
-            worker = self._worker(stack, 1, sides[WORKER], other, _expert_bytes(self._checkpoint) * 3)
+            worker = self._worker(stack, 1, sides[WORKER], other, _with_spare(self._memory_bytes))
             proven_ratio = self._share_out(sides[WORKER], [worker], 1)
             self._choose_prompts(sides[ALONE])
             points = {count: RealPoint(part) for count, part in parts.items()}
@@ -221,7 +234,7 @@ class _Bench:
     # Emulated devices -----------------------------------------------------------------------------------------
 
     def _measure_emulated(self, parts: Mapping[int, StepParts]) -> list[EmulatedPoint]:
-        counts = sorted(parts, key=lambda count: (count != 1, abs(count - AT)))  # what matters most comes first
+        counts = sorted(parts, key=lambda count: (count != min(parts), _away_from_at(count)))  # for want of time
         phases = [(workers, LAN_RTT_MS) for workers in sorted(self._plan.workers) if workers]
         far = min(FAR_WORKERS, max(self._plan.workers))
         phases += [(far, rtt_ms) for rtt_ms in FAR_RTTS_MS if far]
@@ -230,6 +243,8 @@ class _Bench:
             self._say(f"starting a coordinator that is {SLOWDOWN} times slower")
             slow = {"compute.slowdown": SLOWDOWN}
             main = self._coordinator(stack, "emulated", self._all_cores, **slow)
+            with self._not_counted():
+                main.await_ready()
             alone: dict[int, Burst] = {}
             lengths: dict[int, int] = {}
             for number, count in enumerate(counts):
@@ -257,17 +272,17 @@ class _Bench:
         seconds: float,
     ) -> list[EmulatedPoint]:
         self._say(f"{workers} emulated workers at {rtt_ms:g} ms")
-        ends_at = monotonic() + seconds
         settings = {"compute.slowdown": SLOWDOWN, "compute.answer_delay_s": rtt_ms / 1000}
         copies = min(COPIES_MAX, workers)
-        room = int(_expert_bytes(self._checkpoint) * 2.2 * copies / workers)
+        room = _with_spare(self._memory_bytes * copies // workers)  # so that each gets its share and no more
         found: list[EmulatedPoint] = []
         with ExitStack() as stack:
             nodes = [
                 self._worker(stack, number, main, self._all_cores, room, **settings) for number in range(1, workers + 1)
             ]
             self._share_out(main, nodes, copies)
-            for number, count in enumerate(alone):
+            ends_at = monotonic() + seconds
+            for number, count in enumerate(sorted(alone, key=_away_from_at)):
                 if number and monotonic() > ends_at:
                     break
                 main.burst(self._prompts[:count], TOKENS_MIN)  # what a plan needs to know is measured by now
@@ -306,14 +321,14 @@ class _Bench:
 
     def _common(self) -> dict[str, object]:
         """Workers come at once and stay; whether they are used is the coordinator's to decide, at any load."""
-        expert_bytes = _expert_bytes(self._checkpoint)
-        slice_bytes = expert_bytes // len(self._checkpoint.layers) // SLICES_OF_LAYER
+        slice_bytes = _file_bytes(self._checkpoint) // len(self._checkpoint.layers) // SLICES_OF_LAYER
         return {
             "node.threads": 1,
             "coordinator.slots": self._slots,
             "coordinator.queue": 4 * self._slots,
             "coordinator.context": CONTEXT,
-            "coordinator.memory_bytes": 3 * expert_bytes + MIB,
+            "coordinator.memory_bytes": _with_spare(self._memory_bytes),
+            "network.keepalive_timeout_s": 30,  # many processes that load at once on few cores are not dead
             "fanout.when": "always",
             "fanout.proof_ttl_s": 86400,
             "market.slice_bytes": slice_bytes + slice_bytes // 8,
@@ -322,6 +337,8 @@ class _Bench:
             "market.report_interval_s": 0.2,
             "market.gossip_interval_min_s": 0.2,
             "market.progress_timeout_s": 600,
+            "market.lease_ttl_s": 600,
+            "market.renew_interval_s": 120,  # each lease is renewed by itself, on the core that is measured
             "market.tenure_min_s": 86400,
             "market.surplus_grace_s": 86400,
             "worker.slices_max": 4096,
@@ -329,8 +346,12 @@ class _Bench:
 
     def _share_out(self, main: BenchNode, workers: Sequence[BenchNode], copies: int) -> float:
         """Loads `main` until workers have proven all slices so many times; returns the share of them that is proven."""
-        for worker in workers:
-            worker.await_ready()
+        with self._not_counted():
+            for worker in workers:
+                worker.await_ready()
+            return self._proven_share(main, copies)
+
+    def _proven_share(self, main: BenchNode, copies: int) -> float:
         stop = threading.Event()
         began_at = changed_at = monotonic()
         proven = wanted = 0
@@ -349,6 +370,11 @@ class _Bench:
             load.result()
         self._say(f"{proven} of {wanted} copies of slices are proven after {monotonic() - began_at:.0f} s")
         return proven / wanted
+
+
+def _away_from_at(count: int) -> int:
+    """What matters most has the least of it."""
+    return abs(count - AT)
 
 
 def _proven(status: Mapping[str, Any], copies: int) -> tuple[int, int]:
@@ -378,9 +404,24 @@ def _point(
     )
 
 
-def _expert_bytes(checkpoint: Checkpoint) -> int:
+def _file_bytes(checkpoint: Checkpoint) -> int:
     """Of all routed experts, as they are stored."""
     return sum(tensor.nbytes for expert in checkpoint.experts.values() for tensor in expert.values())
+
+
+def _memory_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Of all routed experts, as a node holds them."""
+    sizes = checkpoint.maths, checkpoint.hidden_size, checkpoint.expert_hidden_size
+    parts = {tensor.spec for expert in checkpoint.experts.values() for tensor in expert.values()}
+    cpu = torch.device("cpu")
+    computed = compute_dtype(dtype, checkpoint, cpu)
+    shard = ExpertShard(*sizes, computed, cpu, stored=stored_dtype(*sizes, parts, computed, cpu))
+    return shard.expert_bytes * len(checkpoint.experts)
+
+
+def _with_spare(expert_bytes: int) -> int:
+    """A setting of memory that surely has room for so much."""
+    return expert_bytes + expert_bytes // 16 + MIB
 
 
 def _draw_prompts(checkpoint: Checkpoint, count: int) -> list[Prompt]:

@@ -30,7 +30,7 @@ MODEL_SECONDS = 60.0
 MODEL_STREAMS = "1,4,8,16,32"
 STREAMS_MAX = 256
 FANOUT_MODEL = "M"
-FANOUT_SECONDS = 900.0
+FANOUT_SECONDS = 600.0
 FANOUT_CONCURRENCY = "1,2,4,8,16,32"
 FANOUT_CONCURRENCY_MAX = 128
 FANOUT_WORKERS = "0,1,2,4,6"
@@ -132,7 +132,10 @@ def bench_fanout(
         str, typer.Option(metavar="S|M|PATH", help="A seeded checkpoint, made once, or a model of your own.")
     ] = FANOUT_MODEL,
     seconds: Annotated[
-        float, typer.Option(min=1, max=86_400, help="About how long, but for the start of nodes; less = fewer points.")
+        float,
+        typer.Option(
+            min=1, max=86_400, help="About how long to measure, once nodes have started; less = fewer points."
+        ),
     ] = FANOUT_SECONDS,
     concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = FANOUT_CONCURRENCY,
     workers: Annotated[str, typer.Option(metavar="N,N,…", help="Emulated workers; 0 = none.")] = FANOUT_WORKERS,

@@ -47,7 +47,7 @@ def curves_png(title: str, across: str, upright: str, curves: Mapping[str, Point
     xs = sorted({x for x, _ in points})
     most = _round_up(max(y for _, y in points))
     plot = _Plot(xs[0], xs[-1], most)
-    _write(canvas, LEFT, 18, title, size=2)
+    _write(canvas, LEFT, 8, title, size=2)
     _write(canvas, 8, TOP - 18, upright)
     _write(canvas, (LEFT + WIDTH - RIGHT) // 2 - 3 * len(across), HEIGHT - 22, across)
     for number in range(TICKS + 1):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm import PROMPTS, ask, open_swarm
 
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.roles.slowdown import GRAIN_S, LATE_MAX_S, Pace, StretchedDispatch, stretched
@@ -171,3 +172,15 @@ def test_a_worker_answers_the_same_and_later():
     slow = stretched(compute, machine.pace(10))
     assert torch.equal(slow(None, None), torch.arange(3))
     assert machine.now == pytest.approx(100.1)
+
+
+async def test_a_node_says_that_it_is_emulated_and_answers_the_same(tmp_path):
+    async with open_swarm(tmp_path, coordinator__slots=2) as swarm:
+        expected = await ask(swarm.main, PROMPTS[0], 8)
+        flags = {"compute__slowdown": 3, "compute__answer_delay_s": 0.02}
+        slow = await swarm.add("coordinator,worker", **flags)
+        assert (await ask(slow, PROMPTS[0], 8)).text == expected.text
+        emulated = [words for words in slow.snapshot().warnings if words.startswith("emulated")]
+        assert "3 times slower" in emulated[0]
+        assert "held back 20 ms" in emulated[1]
+        assert not [words for words in swarm.main.snapshot().warnings if words.startswith("emulated")]

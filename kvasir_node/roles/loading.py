@@ -22,6 +22,7 @@ from kvasir_node.model.checkpoint import Checkpoint, open_checkpoint
 from kvasir_node.model.dtype_choice import choose_dtype
 from kvasir_node.model.experts import ExpertShard, load_from_checkpoint, stored_dtype
 from kvasir_node.model.int8_error import int8_error
+from kvasir_node.model.kernels.library import is_able
 from kvasir_node.model.manifest import Manifest
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.text import TextModel
@@ -171,6 +172,11 @@ def use_threads(setting: int) -> None:
     """What torch itself computes shares the threads of `node.threads`; and the loop gets its turn beside them."""
     torch.set_num_threads(thread_count(setting))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def prepare_kernels() -> None:
+    """Blocks for about a second, so that nothing does later, on the loop."""
+    is_able()
 
 
 def thread_count(setting: int) -> int:

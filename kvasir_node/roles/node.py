@@ -48,7 +48,7 @@ from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
 from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
-from kvasir_node.roles.loading import LoadedModel, load_model, use_threads
+from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
@@ -429,6 +429,8 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
     swarm = read_swarm_key(settings.network.join, data_dir)
     roles = settings.node.roles
     store, catalog = await trio.to_thread.run_sync(open_library, settings)
+    if {"coordinator", "worker"} & set(roles):
+        await trio.to_thread.run_sync(prepare_kernels)
     model = await trio.to_thread.run_sync(_open_model, settings, catalog, store) if "coordinator" in roles else None
     async with (
         open_libp2p_transport(settings.network, data_dir / "node.key") as transport,

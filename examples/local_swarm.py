@@ -58,7 +58,7 @@ class Process:
 @contextmanager
 def node(folder: Path, name: str, *flags: str) -> Iterator[Process]:
     """A headless node with its own data directory and free ports; stopped, and waited for, at the end."""
-    command = [sys.executable, "-m", "kvasir_node", "--data-dir", str(folder / name), "--log-level", "info", "up"]
+    command = [sys.executable, "-P", "-m", "kvasir_node", "--data-dir", str(folder / name), "--log-level", "info", "up"]
     command += ["--headless", "--name", name, "--api", "127.0.0.1:0", "--listen", "/ip4/127.0.0.1/tcp/0", *flags]
     with (folder / f"{name}.log").open("w") as log:
         # The ticket travels in the environment: it is a secret, and arguments are seen by everyone on a machine.

@@ -7,6 +7,7 @@ describe is refused by name. It does not know files or weights.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from kvasir_node.model.maths import ExpertMaths
 LAYERS_MAX = 1024
 EXPERTS_PER_LAYER_MAX = 4096
 WIDTH_MAX = 1 << 20
+VOCABULARY_MAX = 1 << 24
+CONTEXT_MAX = 1 << 31
 CONFIG_ERRORS = (
     OSError,
     ValueError,
@@ -159,9 +162,25 @@ def _parse(family: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
         layer_count = parsed.num_hidden_layers
     except CONFIG_ERRORS as error:
         raise DataError(f"config.json of this {family}: {str(error)[:300]}") from error
+    _check_numbers(family, parsed)
     if type(layer_count) is not int or not 1 <= layer_count <= LAYERS_MAX:
         raise DataError(f"config.json: {family} with {str(layer_count)[:40]} layers; 1 to {LAYERS_MAX} are read")
     return parsed, model_class
+
+
+def _check_numbers(family: str, config: Any) -> None:
+    """What transformers takes as it comes, and no model can compute with."""
+    for name, most in (("vocab_size", VOCABULARY_MAX), ("max_position_embeddings", CONTEXT_MAX)):
+        value = getattr(config, name, None)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise DataError(f"config.json: {family} with {name} {str(value)[:40]}; 1 to {most} are read")
+    rope = getattr(config, "rope_parameters", None)
+    factors = {"rms_norm_eps": getattr(config, "rms_norm_eps", None)}
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        factors["rope_theta"] = rope["rope_theta"]
+    for name, value in factors.items():
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise DataError(f"config.json: {family} with {name} {str(value)[:40]}; expected a number above 0")
 
 
 def _on_meta(family: str, config: Any, model_class: Any) -> nn.Module:

@@ -87,7 +87,7 @@ def _middle(rounds: list[dict[str, float]], kind: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def _peer_process() -> AsyncIterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "kvasir_node.net.bench_peer"]
+    command = [sys.executable, "-P", "-m", "kvasir_node.net.bench_peer"]
     process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         line = b""

@@ -209,7 +209,7 @@ async def _member(key: Path) -> AsyncIterator[tuple[Transport, Membership]]:
 
 @asynccontextmanager
 async def _provider(file: Path, number: int) -> AsyncIterator[_Provider]:
-    command = [sys.executable, "-m", __name__, str(file), str(file.with_name(f"provider-{number}.key"))]
+    command = [sys.executable, "-P", "-m", __name__, str(file), str(file.with_name(f"provider-{number}.key"))]
     process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -189,7 +189,7 @@ def open_node(
     """
     log, config = folder / f"{name}.log", folder / "config.toml"
     config.write_text("version = 1\n")
-    command = [sys.executable, "-m", "kvasir_node", "--config", str(config), "--data-dir", str(folder / name)]
+    command = [sys.executable, "-P", "-m", "kvasir_node", "--config", str(config), "--data-dir", str(folder / name)]
     command += ["--log-level", "info", "up", *flags, "--headless", "--name", name]
     command += ["--api", "127.0.0.1:0", "--listen", "/ip4/127.0.0.1/tcp/0"]
     for key, value in settings.items():

@@ -104,7 +104,7 @@ def open_parts(
 
 @contextmanager
 def _process(model: Path, dtype: str, half: int, cores: Collection[int]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "kvasir_node.roles.bench_parts", str(model), dtype, str(half)]
+    command = [sys.executable, "-P", "-m", "kvasir_node.roles.bench_parts", str(model), dtype, str(half)]
     with pinned(cores):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -34,7 +34,7 @@ from kvasir_node.roles.crew import Crew
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.ledger_file import LedgerFile
-from kvasir_node.roles.loading import LoadedModel, expert_dtype, is_out_of_memory
+from kvasir_node.roles.loading import LoadedModel, check_slots, expert_dtype, free_bytes, is_out_of_memory
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.residency import Residency
@@ -151,6 +151,7 @@ class Coordinator:
     def _new_engine(self) -> Engine:
         """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""
         limits, context = self._settings.coordinator, self._context()
+        check_slots(limits.slots, context, self._trunk.new_cache(1, context).nbytes, free_bytes(self._trunk.device))
         try:
             return Engine(
                 self._trunk,

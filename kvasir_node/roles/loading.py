@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvasir_node.base.errors import UsageError
+from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import Settings
 from kvasir_node.decide.residency import places, spread_over_layers
@@ -190,7 +190,7 @@ def expert_memory(
     """Bytes for experts in memory; a setting of 0 means FREE_MEMORY_RATIO of what is free now, but for the trunk."""
     if not setting_bytes:
         trunk_bytes = manifest.trunk.size * max(1, dtype.itemsize // 2)  # checkpoints are bfloat16 or less
-        return max(expert_bytes, int((_free_bytes(device) - trunk_bytes) * FREE_MEMORY_RATIO))
+        return max(expert_bytes, int((free_bytes(device) - trunk_bytes) * FREE_MEMORY_RATIO))
     if setting_bytes < expert_bytes:
         raise UsageError(
             f"coordinator.memory_bytes {setting_bytes} is less than the {expert_bytes} that one expert of "
@@ -200,7 +200,17 @@ def expert_memory(
     return setting_bytes
 
 
-def _free_bytes(device: torch.device) -> int:
+def check_slots(slots: int, context: int, slot_bytes: int, free_bytes: int) -> None:
+    """Raises CapacityError when so many slots are more than the memory that is free: it is taken at once."""
+    if slots * slot_bytes > free_bytes:
+        raise CapacityError(
+            f"coordinator.slots {slots} of {context} tokens each need {slots * slot_bytes >> 20} MB of memory, "
+            f"{free_bytes >> 20} MB are free; lower --slots or coordinator.context"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now without taking it from others."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

@@ -90,7 +90,7 @@ class NodeClient:
                 for line in response.iter_lines():
                     document = json.loads(line)
                     if "error" in document:
-                        raise _error_of(500, document["error"])
+                        raise _error_of(int(document.get("status", 500)), document["error"])
                     yield document
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import typer
 
-from kvasir_node.base.errors import KvasirError, UsageError
+from kvasir_node.base.errors import BugError, KvasirError, UsageError
 
 FAILED = 1
 INTERRUPTED = 130
@@ -53,7 +53,7 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, _ClickError):
         say(f"error: {error.format_message()}")  # type: ignore[attr-defined]
         return UsageError.exit_code
-    if isinstance(error, KvasirError) and error.exit_code != FAILED:
+    if isinstance(error, KvasirError) and not isinstance(error, BugError):
         say(f"error: {error}")
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):

@@ -1,6 +1,7 @@
 """`POST /kvasir/v1/pull`: a model comes to the node's disk while the client reads how far it is.
 
-One JSON object a line: `{"model","done","total"}` every second (bytes), then `{"id"}` or `{"error"}` as everywhere.
+One JSON object a line: `{"model","done","total"}` every second (bytes), then `{"id"}`, or the error as everywhere with
+the `"status"` that it would have had.
 It does not know where a model comes from. A client that leaves stops the fetch; what came is kept.
 """
 
@@ -48,7 +49,8 @@ class PullAnswer(Response):
         try:
             self._last = {"id": await self._node.pull(self._ref, self._hear)}
         except KvasirError as error:
-            self._last = document_of_error(error)
+            # The answer's own status was sent before this one was known.
+            self._last = {**document_of_error(error), "status": error.http_status}
         self._ended.set()
 
     def _hear(self, name: str, done: int, total: int) -> None:

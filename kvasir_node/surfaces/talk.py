@@ -86,7 +86,7 @@ def private_node(model: Path | None, data_dir: Path | None = None) -> Iterator[s
 
 def _private_command(model: Path | None, data_dir: Path) -> list[str]:
     options = ["--headless", "--role", "coordinator", "--api", "127.0.0.1:0", "--listen", "/ip4/127.0.0.1/tcp/0"]
-    command = [sys.executable, "-m", "kvasir_node", "--data-dir", str(data_dir), "up", *options]
+    command = [sys.executable, "-P", "-m", "kvasir_node", "--data-dir", str(data_dir), "up", *options]
     return [*command, "--", DEMO if model is None else str(model)]
 
 

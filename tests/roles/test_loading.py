@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir_node.base.errors import UsageError
+from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.base.settings import load_settings
 from kvasir_node.model.checkpoint import open_checkpoint
@@ -13,9 +13,10 @@ from kvasir_node.roles.library import demo_folder
 from kvasir_node.roles.loading import (
     FREE_MEMORY_RATIO,
     LoadedModel,
-    _free_bytes,
+    check_slots,
     expert_dtype,
     expert_memory,
+    free_bytes,
     load_model,
     shard_for,
 )
@@ -65,7 +66,7 @@ def test_memory_for_less_than_one_expert_is_refused_with_what_one_takes(manifest
 def test_without_a_setting_it_is_a_share_of_what_the_trunk_leaves_free(manifest):
     cpu = torch.device("cpu")
     found = expert_memory(0, manifest, torch.float32, cpu, 1000)
-    assert found == pytest.approx((_free_bytes(cpu) - 2 * manifest.trunk.size) * FREE_MEMORY_RATIO, rel=0.2)
+    assert found == pytest.approx((free_bytes(cpu) - 2 * manifest.trunk.size) * FREE_MEMORY_RATIO, rel=0.2)
     assert expert_memory(0, manifest, torch.float32, cpu, 1 << 60) == 1 << 60  # one expert, whatever it takes
 
 
@@ -93,3 +94,9 @@ def test_every_way_of_loading_int8_experts_gives_the_same_weights(manifest):
         one, other = (shard._layers[expert.layer].experts[expert.index] for shard in (worker, own))
         for name in ("up", "down", "up_factors", "down_factors"):
             assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+def test_slots_that_do_not_fit_into_the_free_memory_are_refused_before_it_is_taken():
+    check_slots(4, 2048, 10 << 20, 40 << 20)
+    with pytest.raises(CapacityError, match=r"slots 4096 of 2048 tokens each need 40960 MB .* 40 MB are free.*--slots"):
+        check_slots(4096, 2048, 10 << 20, 40 << 20)

@@ -225,3 +225,14 @@ def test_a_signal_in_the_middle_of_the_imports_ends_it_without_a_traceback(tmp_p
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_files_of_the_current_folder_are_not_run_by_a_private_node(tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('the module of the current folder was imported')")
+    script = Path(sys.executable).with_name("kvasir-node")  # as users start it, which leaves the folder out
+    command = [script, "run", "--max-tokens", "1", "--data-dir", str(tmp_path / "data")]
+    done = subprocess.run(
+        command, cwd=tmp_path, input="It is", capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "current folder" not in done.stderr
+    assert (done.returncode, done.stdout != "") == (0, True), done.stderr

@@ -7,15 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from surfaces_helpers import serve, settings_with
 from test_cli import SCRIPT
 
-from kvasir_node.base.errors import CapacityError
+from kvasir_node.base.errors import BugError, CapacityError, KvasirError, NotFoundError, UsageError
 from kvasir_node.surfaces import cli
+from kvasir_node.surfaces.answers import document_of_error
+from kvasir_node.surfaces.client import NodeClient
+from kvasir_node.surfaces.exits import exit_code_of
 from kvasir_node.surfaces.fake_node import FAKE_CARD, FakeNode
 
 
@@ -144,5 +149,40 @@ async def test_the_apis_pull_tells_how_far_it_is_and_how_it_ended():
             assert response.status_code == 200
             assert lines[0] == {"model": "x", "done": 0, "total": 0} or lines[0]["total"] == 100
             assert lines[-1] == last or lines[-1]["error"]["message"] == "the disk is full"
+            assert lines[-1].get("status") == (None if failure is None else 503)
             for body in ({}, {"model": 3}, {"model": "x", "y": 1}):
                 assert (await client.post("/kvasir/v1/pull", json=body)).status_code == 400
+
+
+class _Ending(BaseHTTPRequestHandler):
+    """A node whose pulls end as the server's `failure` says."""
+
+    def do_POST(self) -> None:
+        failure: KvasirError = self.server.failure  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({**document_of_error(failure), "status": failure.http_status}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "code"),
+    [
+        (NotFoundError("no model 'x' here"), UsageError, 2),
+        (CapacityError("full"), CapacityError, 6),
+        (BugError("oops"), KvasirError, 1),
+    ],
+)
+def test_what_a_pull_ended_with_keeps_its_kind_and_is_no_bug_of_the_client(failure, kind, code):
+    with HTTPServer(("127.0.0.1", 0), _Ending) as server:
+        server.failure = failure  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with NodeClient(f"http://127.0.0.1:{server.server_port}") as client, pytest.raises(kind) as caught:
+            list(client.pull("x"))
+        thread.join()
+    assert not isinstance(caught.value, BugError)
+    assert exit_code_of(caught.value) == code

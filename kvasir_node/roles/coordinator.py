@@ -151,8 +151,9 @@ class Coordinator:
     def _new_engine(self) -> Engine:
         """Raises CapacityError when the memory of all slots cannot be had: it is taken at once, and not later."""
         limits, context = self._settings.coordinator, self._context()
-        check_slots(limits.slots, context, self._trunk.new_cache(1, context).nbytes, free_bytes(self._trunk.device))
         try:
+            slot_bytes = self._trunk.new_cache(1, context).nbytes
+            check_slots(limits.slots, context, slot_bytes, free_bytes(self._trunk.device))
             return Engine(
                 self._trunk,
                 limits.slots,

@@ -184,22 +184,28 @@ def serve_many(engine: Engine, first: int, count: int, rng: random.Random) -> in
 
 def growth(folder: object, before: int, count: int) -> tuple[int, int, int]:
     """(bytes of resident memory, Python objects) that `count` requests after `before` others left behind, and how many
-    of all requests were served to their end."""
+    of all requests were served to their end.
+
+    The least of two windows of so many: what leaks grows in both, what the allocator of a busy process does in one.
+    """
     engine, rng = Engine(local_trunk(folder), 8, 96, 16), random.Random(1)  # type: ignore[arg-type]
     ended = serve_many(engine, 0, before, rng)
-    gc.collect()
-    memory, objects = psutil.Process().memory_info().rss, len(gc.get_objects())
-    ended += serve_many(engine, before, count, rng)
-    gc.collect()
-    assert engine.free_slots == 8
-    return psutil.Process().memory_info().rss - memory, len(gc.get_objects()) - objects, ended
+    grown = []
+    for first in (before, before + count):
+        gc.collect()
+        memory, objects = psutil.Process().memory_info().rss, len(gc.get_objects())
+        ended += serve_many(engine, first, count, rng)
+        gc.collect()
+        assert engine.free_slots == 8
+        grown.append((psutil.Process().memory_info().rss - memory, len(gc.get_objects()) - objects))
+    return min(memory for memory, _ in grown), min(objects for _, objects in grown), ended
 
 
 def test_requests_leave_nothing_behind(checkpoint_folder):
     grown_bytes, grown_objects, ended = growth(checkpoint_folder("qwen3_moe"), 60, 120)
     assert grown_bytes < 4 << 20
     assert grown_objects < 200
-    assert 100 < ended < 180
+    assert 170 < ended < 300
 
 
 @pytest.mark.soak

@@ -108,8 +108,7 @@ class FusedModel:
         self._model = model  # owns the memory of all matrices
         self._shape = shape
         self._threads = threads
-        self._dtype: torch.dtype = model.dtype
-        kind = _KINDS[self._dtype]
+        kind = _KINDS[model.dtype]
         self._block, self._linear = kernels()[f"block_{kind}"], kernels()[f"linear_{kind}"]
         self._factors = (ctypes.c_float * 2)(shape.epsilon, shape.scale)
         self._embedding: torch.Tensor = model.model.embed_tokens.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,27 @@ def run(engine: Engine, *jobs: Job) -> dict[int, list[StepToken]]:
         for event in engine.step():
             events[event.job_id].append(event)
     return events
+
+
+def run_with_failures(
+    engine: Engine, dispatch: Any, rng: random.Random, calls_max: int, *jobs: Job
+) -> tuple[dict[int, list[StepToken]], int]:
+    """As `run`, with a dispatch that raises ConnectionError at a call of each step, at most `calls_max` on; steps that
+    fail are repeated. Also how many did."""
+    for one in jobs:
+        engine.join(one)
+    events: dict[int, list[StepToken]] = {one.id: [] for one in jobs}
+    failures = 0
+    while not engine.is_idle:
+        dispatch.fail_at = dispatch.calls + rng.randint(1, calls_max)
+        try:
+            step = engine.step()
+        except ConnectionError:
+            failures += 1
+            continue
+        for event in step:
+            events[event.job_id].append(event)
+    return events, failures
 
 
 def tokens(events: list[StepToken]) -> list[int]:

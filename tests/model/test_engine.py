@@ -16,13 +16,14 @@ from model_checkpoints import (
     prompt_of,
     reference_model,
     run,
+    run_with_failures,
     tokens,
 )
 
 from kvasir_node.base.errors import BugError, CapacityError, UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
 from kvasir_node.model.engine import Engine
-from kvasir_node.model.jobs import AnswerTally, BadLogits, Job, StepToken
+from kvasir_node.model.jobs import AnswerTally, BadLogits, Job
 from kvasir_node.model.trunk import load_trunk
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -105,20 +106,8 @@ def test_a_step_that_raised_can_be_repeated_without_a_trace(folder, reference):
     sampling = SamplingOptions(temperature=1.0, seed=3)
     jobs = [job(1, prompt_of(1, 20), 24), job(2, prompt_of(2, 11), 24, sampling=sampling), job(3, prompt_of(3, 40), 24)]
     calm = run(engine, *jobs)
-    rng = random.Random(2)
-    for one in jobs:
-        engine.join(one)
-    seen: dict[int, list[StepToken]] = {one.id: [] for one in jobs}
-    failures = 0
-    while not engine.is_idle:
-        dispatch.fail_at = dispatch.calls + rng.randint(1, 9)  # a step makes 3 or 6 calls
-        try:
-            events = engine.step()
-        except ConnectionError:
-            failures += 1
-            continue
-        for event in events:
-            seen[event.job_id].append(event)
+    # a step makes 3 or 6 calls
+    seen, failures = run_with_failures(engine, dispatch, random.Random(2), 9, *jobs)
     assert failures > 10
     assert seen == calm
 

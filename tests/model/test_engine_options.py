@@ -16,13 +16,14 @@ from model_checkpoints import (
     prompt_of,
     reference_model,
     run,
+    run_with_failures,
     tokens,
 )
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.generation import FinishReason, SamplingOptions
 from kvasir_node.model.engine import Engine
-from kvasir_node.model.jobs import ConstraintFailed, Job, StepToken
+from kvasir_node.model.jobs import ConstraintFailed, Job
 from kvasir_node.model.trunk import load_trunk
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -174,19 +175,7 @@ def test_steps_that_raised_and_were_repeated_leave_no_trace_in_what_jobs_ask_for
         return [job(1, sampling=varied, top_logprobs=2), job(2, sampling=varied), job(3, constraint=cycle), job(4)]
 
     calm = run(engine, *jobs())
-    rng, failures = random.Random(2), 0
-    for one in jobs():
-        engine.join(one)
-    seen: dict[int, list[StepToken]] = {number: [] for number in calm}
-    while not engine.is_idle:
-        dispatch.fail_at = dispatch.calls + rng.randint(1, 9)
-        try:
-            events = engine.step()
-        except ConnectionError:
-            failures += 1
-            continue
-        for event in events:
-            seen[event.job_id].append(event)
+    seen, failures = run_with_failures(engine, dispatch, random.Random(2), 9, *jobs())
     assert failures > 5
     assert seen == calm
 

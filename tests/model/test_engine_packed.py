@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from family_configs import VOCABULARY, family_config
-from model_checkpoints import all_experts, prompt_of, run, tokens
+from model_checkpoints import all_experts, prompt_of, run, run_with_failures, tokens
 from stub_trunk import StubTrunk
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -326,20 +326,7 @@ def test_a_failed_forward_can_be_repeated_without_a_trace(trunk, dispatch):
     jobs = [replace(each, max_tokens=10) for each in mixed_jobs()]
     engine = Engine(trunk, 16, CONTEXT, 20, reuses_prefixes=False)
     calm = run(engine, *jobs)
-    rng = random.Random(2)
-    for each in jobs:
-        engine.join(each)
-    seen: dict[int, list[StepToken]] = {each.id: [] for each in jobs}
-    failures = 0
-    while not engine.is_idle:
-        dispatch.fail_at = dispatch.calls + rng.randint(1, 2 * LAYERS)
-        try:
-            events = engine.step()
-        except ConnectionError:
-            failures += 1
-            continue
-        for event in events:
-            seen[event.job_id].append(event)
+    seen, failures = run_with_failures(engine, dispatch, random.Random(2), 2 * LAYERS, *jobs)
     assert failures > 10
     assert seen == calm
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,22 +20,6 @@ from kvasir_node.surfaces.talk import Conversation
 SCRIPT = Path(__file__).with_name("fake_up.py")
 NOWHERE = "http://127.0.0.1:9"
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs one command in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    for name in [name for name in os.environ if name.startswith("KVASIR_")]:
-        monkeypatch.delenv(name)
-
-    def run_it(*arguments: str) -> tuple[int, str, str]:
-        code = cli.run_command(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_it
 
 
 @pytest.fixture(scope="module")

@@ -22,21 +22,6 @@ DEMO_FOLDER = Path(cli.__file__).parents[1] / "demo"
 PEER = "12D3KooWLShEmUMRzomUQ2kA4V8Gxc42syLYf6L18Jqy6uoVkgCd"
 
 
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    for name in [name for name in os.environ if name.startswith("KVASIR_")]:
-        monkeypatch.delenv(name)
-
-    def run_it(*arguments: str) -> tuple[int, str, str]:
-        code = cli.run_command(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_it
-
-
 def program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvasir_node", *arguments]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60, **options}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,21 +21,6 @@ from kvasir_node.surfaces.answers import document_of_error
 from kvasir_node.surfaces.client import NodeClient
 from kvasir_node.surfaces.exits import exit_code_of
 from kvasir_node.surfaces.fake_node import FAKE_CARD, FakeNode
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    for name in [name for name in os.environ if name.startswith("KVASIR_")]:
-        monkeypatch.delenv(name)
-
-    def run_it(*arguments: str) -> tuple[int, str, str]:
-        code = cli.run_command(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_it
 
 
 @pytest.fixture

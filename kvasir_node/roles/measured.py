@@ -1,0 +1,63 @@
+"""What is measured of a forward and of a call while the model serves: the governor's only source of costs.
+
+It does not know what is concluded from it (that is `decide/costs`, fed by roles/steering.py), nor how it is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvasir_node.base.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasured:
+    """What was computed here of one layer: `activated` = different experts among its `pairs`."""
+
+    activated: int
+    pairs: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardMeasured:
+    """One forward of `rows` rows. Times are by the wall, so forwards beside it make them longer.
+
+    `trunk_s`: all of it but its experts, its calls and the waiting for them. `layer`: one of its layers, another one
+    each time; None when nothing of it was computed here. `own_call_s`: the mean of what a call cost this thread,
+    from cutting it out to adding it up, without the waiting; None when none was made.
+    """
+
+    rows: int
+    trunk_s: float
+    layer: LayerMeasured | None
+    own_call_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallMeasured:
+    """One call that was answered, rightly or not, from its sending to its answer.
+
+    `computed_s` is what the worker says that it took of `took_s`, None when it said nothing.
+    """
+
+    peer: PeerId
+    activated: int
+    pairs: int
+    sent_bytes: int
+    received_bytes: int
+    took_s: float
+    computed_s: float | None
+
+
+class Observer(Protocol):
+    """Returns at once and raises nothing."""
+
+    def forward_measured(self, measured: ForwardMeasured) -> None:
+        """From a computing thread, after each forward that ended well."""
+        ...
+
+    def call_measured(self, measured: CallMeasured) -> None:
+        """On the loop; of some calls and of all trials, not of every call."""
+        ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -154,7 +155,7 @@ class Link:
             self._idle = trio.Event()
         self._in_flight += 1
         try:
-            sums = await self._run_blocking(self._compute, self._shard, request)
+            sums, computed_s = await self._run_blocking(self._timed, request)
             if self._answer_delay_s:  # a distance: calls that overlap are all as late, and none waits for another
                 await trio.sleep(self._answer_delay_s)
         finally:
@@ -162,7 +163,12 @@ class Link:
             if self._in_flight == 0:
                 self._idle.set()
         self._computed(request.rows.shape[0])
-        return answer_parts(sums)
+        return answer_parts(sums, request.encoding, computed_s)
+
+    def _timed(self, request: ExpertRequest) -> tuple[torch.Tensor, float]:
+        """In the thread that computes, so that no wait for a turn is counted."""
+        began_at = time.perf_counter()
+        return self._compute(self._shard, request), time.perf_counter() - began_at
 
     def _check(self, request: ExpertRequest) -> None:
         held = self._shard.held(request.layer)

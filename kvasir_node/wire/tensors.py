@@ -1,20 +1,30 @@
 """The frames of the hot path: rows for a worker's experts, and the partial sums that come back.
 
-It does not know who computes or what a deadline is. Both directions are one small header and raw little-endian
-arrays, so that a sender hands over views of its tensors and a receiver makes views of the received buffer: no copy.
+It does not know who computes, what a deadline is, or which encoding is good enough for a model (roles/wire_gate). Both
+directions are one small header and raw little-endian arrays, so that a sender hands over views of its tensors and a
+receiver makes views of the received buffer: no copy where values travel in the dtype they are computed in.
 
-    request:  u16 magic, u8 dtype, u8 0, u32 layer, u32 R rows, u32 P pairs, u32 D | pair_weight f32 [P]
-              | pair_row u32 [P] | pair_expert u32 [P] | rows [R,D]
-    answer:   u16 magic, u8 dtype, u8 0, u32 R rows, u32 D | partial sums [R,D]
+    request:  u16 magic, u8 encoding, u8 0, u32 layer, u32 R rows, u32 P pairs, u32 D | pair_weight f32 [P]
+              | pair_row u32 [P] | pair_expert u32 [P] | values [R,D]
+    answer:   u16 magic, u8 encoding, u8 0, u32 R rows, u32 D, u32 microseconds of computing | values [R,D], the sums
+
+    values:   1 float32: f32 [R,D]    2 bfloat16: bf16 [R,D]    3 int8: scale f32 [R] | level i8 [R,D]
 
 The four-byte arrays come first, so that every array is aligned whatever P is.
-Each row travels once however many of its experts the worker holds, and one weighted sum a row comes back.
+Each row travels once however many of its experts the worker holds, and one weighted sum a row comes back, spelt as the
+request was.
+
+int8: a row's scale is its largest magnitude, and level k of -127…127 means k / 127 × scale. A row with no magnitude of
+SCALE_MIN or more is all zeros with scale 0; any other row has a level of -127 or 127. So values have one spelling, and
+what was decoded is spelt the same again. Each value is off by at most half a level, scale / 254.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -23,36 +33,68 @@ from kvasir_node.base.errors import Misbehaved, RejectReason
 ROWS_MAX = 8192
 PAIRS_MAX = 65_536
 HIDDEN_MAX = 65_536
+LEVELS = 127  # on either side of zero; -128 is not used, so that no sign is favoured
+SCALE_MIN = 2.0**-100  # far above where float32 loses digits, far below any row that matters
 _REQUEST = struct.Struct("<HBBIIII")
-_ANSWER = struct.Struct("<HBBII")
+_ANSWER = struct.Struct("<HBBIII")
 _REQUEST_MAGIC = 0x4B51
 _ANSWER_MAGIC = 0x4B41
-_DTYPES = {1: torch.float32, 2: torch.bfloat16}
-_DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_COMPUTED_US_MAX = 0xFFFFFFFF
+# Of floats that are not negative the bits are in the order of the values, and all of NaN and -0.0 lie outside.
+_SCALE_MIN_BITS, _INFINITY_BITS = struct.unpack("<ii", struct.pack("<ff", SCALE_MIN, math.inf))
+
+
+class Encoding(IntEnum):
+    """How rows and sums are spelt in a frame."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Encoding:
+        """The one that keeps every bit of a compute dtype."""
+        return _EXACT[dtype]
+
+    def values_bytes(self, rows: int, hidden_size: int) -> int:
+        """What so many rows take in a frame."""
+        return rows * (hidden_size * _STORED[self].itemsize + (4 if self is Encoding.INT8 else 0))
+
+
+_STORED = {Encoding.FLOAT32: torch.float32, Encoding.BFLOAT16: torch.bfloat16, Encoding.INT8: torch.int8}
+_EXACT = {torch.float32: Encoding.FLOAT32, torch.bfloat16: Encoding.BFLOAT16}
+_BY_CODE = {int(encoding): encoding for encoding in Encoding}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRequest:
-    """Rows [R,D] and P (row, expert, weight) triples of one layer, as views of the received bytes."""
+    """Rows [R,D] and P (row, expert, weight) triples of one layer; of a frame, as views of the received bytes.
+
+    `encoding` is the one that its frame came in, and that of the answer; None = it came in no frame.
+    """
 
     layer: int
-    rows: torch.Tensor  # [R,D]
+    rows: torch.Tensor  # [R,D]; float32 if they came as int8
     pair_row: torch.Tensor  # [P] int32, 0 ≤ value < R
     pair_expert: torch.Tensor  # [P] int32, index within the layer
     pair_weight: torch.Tensor  # [P] float32
+    encoding: Encoding | None = None
 
 
-def request_parts(request: ExpertRequest) -> list[bytes | memoryview]:
-    """The parts of one request frame; the tensors must be on the CPU and must not change until they are sent."""
+def request_parts(request: ExpertRequest, encoding: Encoding | None = None) -> list[bytes | memoryview]:
+    """The parts of one request frame, its rows in `encoding` (None = in their own dtype).
+
+    The tensors must be on the CPU and must not change until they are sent.
+    """
+    encoding = encoding or Encoding.of(request.rows.dtype)
     rows, dim = request.rows.shape
     pairs = request.pair_row.shape[0]
-    code = _DTYPE_CODES[request.rows.dtype]
     return [
-        _REQUEST.pack(_REQUEST_MAGIC, code, 0, request.layer, rows, pairs, dim),
+        _REQUEST.pack(_REQUEST_MAGIC, encoding, 0, request.layer, rows, pairs, dim),
         _bytes_of(request.pair_weight.to(torch.float32)),
         _bytes_of(request.pair_row.to(torch.int32)),
         _bytes_of(request.pair_expert.to(torch.int32)),
-        _bytes_of(request.rows),
+        *_values_parts(request.rows, encoding),
     ]
 
 
@@ -61,45 +103,107 @@ def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
     if len(body) < _REQUEST.size:
         raise _bad(f"a request of {len(body)} bytes has no room for its header")
     magic, code, zero, layer, rows, pairs, dim = _REQUEST.unpack_from(body)
-    if magic != _REQUEST_MAGIC or zero != 0 or code not in _DTYPES:
+    encoding = _BY_CODE.get(code)
+    if magic != _REQUEST_MAGIC or zero != 0 or encoding is None:
         raise _bad("the header is not that of an expert request")
     if dim != hidden_size or not 0 < rows <= ROWS_MAX or not 0 < pairs <= PAIRS_MAX:
         raise _bad(f"{rows} rows of {dim} with {pairs} pairs; expected rows of {hidden_size}")
-    dtype = _DTYPES[code]
-    row_bytes = rows * dim * dtype.itemsize
-    if len(body) != _REQUEST.size + row_bytes + 12 * pairs:
+    if len(body) != _REQUEST.size + 12 * pairs + encoding.values_bytes(rows, dim):
         raise _bad(f"a request of {len(body)} bytes does not hold {rows} rows and {pairs} pairs")
     offset = _REQUEST.size
     pair_weight = _view(body, torch.float32, offset, pairs)
     pair_row = _view(body, torch.int32, offset + 4 * pairs, pairs)
     pair_expert = _view(body, torch.int32, offset + 8 * pairs, pairs)
-    row_values = _view(body, dtype, offset + 12 * pairs, rows * dim).view(rows, dim)
-    if int(pair_row.min()) < 0 or int(pair_row.max()) >= rows or int(pair_expert.min()) < 0:
+    first, last = torch.aminmax(pair_row)
+    if first.item() < 0 or last.item() >= rows or pair_expert.min().item() < 0:
         raise _bad(f"a pair points outside the {rows} rows")
     # What is not finite comes back as such, and the worker would be blamed for it: so it is refused here.
-    if not _is_finite(pair_weight) or not _is_finite(row_values):
-        raise _bad("a weight or a row is not finite")
-    return ExpertRequest(layer, row_values, pair_row, pair_expert, pair_weight)
+    if not _is_finite(pair_weight):
+        raise _bad("a weight is not finite")
+    values = _read_values(body, offset + 12 * pairs, encoding, rows, dim, RejectReason.BAD_FRAME)
+    return ExpertRequest(layer, values, pair_row, pair_expert, pair_weight, encoding)
 
 
-def answer_parts(sums: torch.Tensor) -> list[bytes | memoryview]:
-    """The parts of an answer frame with partial sums [R,D]."""
-    rows, dim = sums.shape
-    return [_ANSWER.pack(_ANSWER_MAGIC, _DTYPE_CODES[sums.dtype], 0, rows, dim), _bytes_of(sums)]
+def answer_parts(
+    sums: torch.Tensor, encoding: Encoding | None = None, computed_s: float = 0.0
+) -> list[bytes | memoryview]:
+    """The parts of an answer frame with partial sums [R,D] in `encoding` (None = in their own dtype)."""
+    encoding = encoding or Encoding.of(sums.dtype)
+    computed_us = min(int(computed_s * 1e6), _COMPUTED_US_MAX)
+    header = _ANSWER.pack(_ANSWER_MAGIC, encoding, 0, *sums.shape, computed_us)
+    return [header, *_values_parts(sums, encoding)]
 
 
-def read_answer(body: memoryview, *, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Partial sums [R,D] as a view; raises Misbehaved when shape, dtype or values (NaN, Inf) are not as asked."""
-    expected = _ANSWER.size + rows * hidden_size * dtype.itemsize
+def read_answer(body: memoryview, *, rows: int, hidden_size: int, dtype: torch.dtype | Encoding) -> torch.Tensor:
+    """Partial sums [R,D], as a view unless they came as int8, which gives float32.
+
+    Raises Misbehaved when shape, encoding or values (NaN, Inf) are not as asked.
+    """
+    encoding = dtype if isinstance(dtype, Encoding) else Encoding.of(dtype)
+    expected = _ANSWER.size + encoding.values_bytes(rows, hidden_size)
     if len(body) != expected:
         raise _bad(f"an answer of {len(body)} bytes; expected {expected}")
-    header = _ANSWER.unpack_from(body)
-    if header != (_ANSWER_MAGIC, _DTYPE_CODES[dtype], 0, rows, hidden_size):
-        raise _bad(f"an answer with header {header}; expected {rows} rows of {hidden_size} in {dtype}")
-    sums = _view(body, dtype, _ANSWER.size, rows * hidden_size).view(rows, hidden_size)
-    if not _is_finite(sums):
-        raise Misbehaved(RejectReason.BAD_RESULT, "an answer holds NaN or infinity")
-    return sums
+    header = _ANSWER.unpack_from(body)[:-1]
+    if header != (_ANSWER_MAGIC, encoding, 0, rows, hidden_size):
+        raise _bad(f"an answer with header {header}; expected {rows} rows of {hidden_size} in {encoding.name.lower()}")
+    return _read_values(body, _ANSWER.size, encoding, rows, hidden_size, RejectReason.BAD_RESULT)
+
+
+def computed_s_of(body: memoryview) -> float:
+    """How long the worker says it computed; 0.0 when it does not say. Raises Misbehaved for less than a header."""
+    if len(body) < _ANSWER.size:
+        raise _bad(f"an answer of {len(body)} bytes has no room for its header")
+    return _ANSWER.unpack_from(body)[-1] / 1e6
+
+
+def through_wire(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """What the other end reads of values [R,D] that are sent in `encoding`; on the same device."""
+    if encoding is Encoding.INT8:
+        return _from_levels(*_to_levels(values))
+    return values.to(_STORED[encoding])
+
+
+def _values_parts(values: torch.Tensor, encoding: Encoding) -> list[memoryview]:
+    if encoding is Encoding.INT8:
+        return [_bytes_of(part) for part in _to_levels(values)]
+    return [_bytes_of(values.to(_STORED[encoding]))]
+
+
+def _read_values(
+    body: memoryview, offset: int, encoding: Encoding, rows: int, dim: int, reason: RejectReason
+) -> torch.Tensor:
+    """Values [R,D] of a body whose length is known to fit; raises Misbehaved with `reason` for bad ones."""
+    if encoding is Encoding.INT8:
+        scales = _view(body, torch.float32, offset, rows)
+        levels = _view(body, torch.int8, offset + 4 * rows, rows * dim).view(rows, dim)
+        if not _fit_each_other(scales, levels):
+            raise Misbehaved(reason, "a row's scale is no finite largest magnitude of its levels")
+        return _from_levels(scales, levels)
+    values = _view(body, _STORED[encoding], offset, rows * dim).view(rows, dim)
+    if not _is_finite(values):
+        raise Misbehaved(reason, "a row holds NaN or infinity")
+    return values
+
+
+def _to_levels(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R,D] of any float dtype -> scales [R] float32, levels [R,D] int8. What is not finite gives such a scale."""
+    exact = values.to(torch.float32)
+    scales = exact.abs().amax(1)
+    scales.masked_fill_(scales < SCALE_MIN, 0.0)
+    factors = (LEVELS / scales).masked_fill_(scales == 0.0, 0.0)
+    return scales, (exact * factors[:, None]).round_().to(torch.int8)
+
+
+def _from_levels(scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Dividing first makes level ±127 exactly 1 (127 × the float32 next to 1/127 is 1), and so ±scale exactly."""
+    return levels.to(torch.float32).mul_(1 / LEVELS).mul_(scales[:, None])
+
+
+def _fit_each_other(scales: torch.Tensor, levels: torch.Tensor) -> bool:
+    reach = torch.maximum(levels.amax(1), -levels.amin(1).to(torch.int16))  # of -128 there is no negative in int8
+    bits = scales.view(torch.int32)
+    is_scale = (bits >= _SCALE_MIN_BITS) & (bits < _INFINITY_BITS)
+    return bool(torch.where(is_scale, reach == LEVELS, (bits == 0) & (reach == 0)).all())
 
 
 def _bad(message: str) -> Misbehaved:
@@ -111,11 +215,14 @@ def _is_finite(values: torch.Tensor) -> bool:
 
     A sum of [64, 2048] float32 takes 0.011 ms where `isfinite().all()` takes 0.30 ms (one thread, torch 2.13 CPU).
     """
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().data.cast("B")
+    tensor = tensor.contiguous()
+    if tensor.dtype is torch.bfloat16:  # numpy does not know it
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().data.cast("B")
 
 
 def _view(body: memoryview, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:

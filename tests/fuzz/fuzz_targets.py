@@ -35,7 +35,15 @@ from kvasir_node.wire import messages
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
 from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
 from kvasir_node.wire.envelope import open_record
-from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_answer, read_request, request_parts
+from kvasir_node.wire.tensors import (
+    Encoding,
+    ExpertRequest,
+    answer_parts,
+    computed_s_of,
+    read_answer,
+    read_request,
+    request_parts,
+)
 from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
 
 HIDDEN = 4
@@ -113,12 +121,18 @@ def _muxer_frames(data: bytes) -> None:
 
 def _request(data: bytes) -> None:
     request = read_request(memoryview(bytearray(data)), hidden_size=HIDDEN)
-    assert b"".join(request_parts(request)) == data
+    assert b"".join(request_parts(request, request.encoding)) == data
 
 
-def _sums(data: bytes) -> None:
-    sums = read_answer(memoryview(bytearray(data)), rows=2, hidden_size=HIDDEN, dtype=torch.float32)
-    assert b"".join(answer_parts(sums)) == data
+def _sums(encoding: Encoding) -> Callable[[bytes], None]:
+    def target(data: bytes) -> None:
+        body = memoryview(bytearray(data))
+        assert 0 <= computed_s_of(body) < 4295
+        sums = read_answer(body, rows=2, hidden_size=HIDDEN, dtype=encoding)
+        spelt = b"".join(answer_parts(sums, encoding))
+        assert (spelt[:12], spelt[16:]) == (data[:12], data[16:])  # between them: microseconds
+
+    return target
 
 
 def _ticket(data: bytes) -> None:
@@ -152,7 +166,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "grant": _grant,
     "muxer frames": _muxer_frames,
     "expert request": _request,
-    "expert answer": _sums,
+    "expert answer": _sums(Encoding.FLOAT32),
+    "expert answer, int8": _sums(Encoding.INT8),
     "ticket": _ticket,
     "signed record": _record,
     "demand": _message(messages.DemandRecord.from_bytes),
@@ -200,8 +215,9 @@ def seeds() -> dict[str, list[bytes]]:
         "grant": [encode_grant(Grant(8, 1 << 26))],
         "rpc error": [b"\x07bad_message\nwords", b"\x04busy"],
         "muxer frames": [struct.pack("!BBHII", 0, 0, 1, 1, 4) + b"data" + struct.pack("!BBHII", 0, 2, 1, 0, 9)],
-        "expert request": [b"".join(request_parts(request))],
+        "expert request": [b"".join(request_parts(request, encoding)) for encoding in Encoding],
         "expert answer": [b"".join(answer_parts(floats))],
+        "expert answer, int8": [b"".join(answer_parts(floats, Encoding.INT8))],
         "ticket": [write_ticket(Ticket(bytes(32), (f"{_ADDRESS}/p2p/12D3KooW",))).encode()],
         "signed record": [demand.to_bytes()],
         "demand": [demand.to_bytes()],

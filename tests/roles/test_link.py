@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from kvasir_node.net.transport import Stream
 from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.link import ATTACH_TIMEOUT_S, Link, compute_here
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
-from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
+from kvasir_node.wire.tensors import Encoding, ExpertRequest, computed_s_of, read_answer, request_parts, through_wire
 
 MODEL = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
 PART = SliceId(0, 0, 1)
@@ -129,6 +130,16 @@ async def test_a_slice_is_offered_its_rows_are_answered_its_standing_is_heard_an
     body = Attachment(MODEL, "float32", (PART,)).to_bytes()
     assert ends.log == [(int(ExpertsMethod.ATTACH), body), (int(ExpertsMethod.DETACH), body)]
     assert not await ends.link.detach(ends.lease())
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+async def test_an_answer_comes_in_the_encoding_of_its_request_and_says_how_long_it_took(autojump_clock, ends, encoding):
+    request = request_for(PART, rows=3)
+    answer = await ends.compute(*request_parts(request, encoding))
+    sums = read_answer(answer, rows=3, hidden_size=HIDDEN, dtype=encoding)
+    seen = replace(request, rows=through_wire(request.rows, encoding))
+    assert torch.equal(sums, through_wire(compute_here(tiny_shard(), seen), encoding))
+    assert 0 < computed_s_of(answer) < 5
 
 
 async def test_answers_of_a_far_worker_are_held_back_all_alike_and_a_drain_waits_for_them(autojump_clock, nursery):

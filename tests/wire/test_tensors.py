@@ -1,5 +1,6 @@
 import struct
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +10,18 @@ from wire_samples import STEADY, flips
 
 from kvasir_node.base.errors import Misbehaved, RejectReason
 from kvasir_node.wire.tensors import (
+    LEVELS,
     PAIRS_MAX,
     ROWS_MAX,
+    SCALE_MIN,
+    Encoding,
     ExpertRequest,
     answer_parts,
+    computed_s_of,
     read_answer,
     read_request,
     request_parts,
+    through_wire,
 )
 
 ROWS = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
@@ -29,10 +35,15 @@ REQUEST = ExpertRequest(
 HEAD = "00050000000200000003000000020000000000403f0000803e0000803f000000000000000001000000070000000300000007000000"
 REQUEST_F32 = "514b01" + HEAD + "0000803f000000c00000003f00004040"
 REQUEST_BF16 = "514b02" + HEAD + "803f00c0003f4040"
-ANSWER_F32 = "414b010002000000020000000000803f000000c00000003f00004040"
-
-
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+ANSWER_HEAD = "0002000000020000002a000000"
+ANSWER_F32 = "414b01" + ANSWER_HEAD + "0000803f000000c00000003f00004040"
+# Scales 2 and 3; levels 64 (of 63.5, to even), -127, 21 (of 21.2), 127.
+REQUEST_INT8 = "514b03" + HEAD + "0000004000004040" + "4081157f"
+ANSWER_INT8 = "414b03" + ANSWER_HEAD + "0000004000004040" + "4081157f"
+INT8_ROWS = torch.tensor([[64 / 127 * 2, -2.0], [21 / 127 * 3, 3.0]])
+REQUESTS = [REQUEST_F32, REQUEST_BF16, REQUEST_INT8]
+ANSWERS = {Encoding.FLOAT32: ANSWER_F32, Encoding.INT8: ANSWER_INT8}
+COMPUTED_S = 42e-6
 
 
 def body(data: bytes | str) -> memoryview:
@@ -54,43 +65,66 @@ def test_golden_vector_of_a_request(dtype, spelling):
     assert same(read_request(body(spelling), hidden_size=2), request)
 
 
-def test_golden_vector_of_an_answer():
-    assert b"".join(answer_parts(ROWS)).hex() == ANSWER_F32
-    assert torch.equal(read_answer(body(ANSWER_F32), rows=2, hidden_size=2, dtype=torch.float32), ROWS)
+def test_golden_vector_of_a_request_in_int8():
+    assert b"".join(request_parts(REQUEST, Encoding.INT8)).hex() == REQUEST_INT8
+    request = read_request(body(REQUEST_INT8), hidden_size=2)
+    assert request.encoding is Encoding.INT8
+    torch.testing.assert_close(request.rows, INT8_ROWS, rtol=1e-6, atol=0)
+    assert request.rows[0, 1] == -2.0
+    assert request.rows[1, 1] == 3.0
 
 
-@pytest.mark.parametrize("spelling", [REQUEST_F32, REQUEST_BF16])
+@pytest.mark.parametrize("encoding", ANSWERS)
+def test_golden_vector_of_an_answer(encoding):
+    assert b"".join(answer_parts(ROWS, encoding, COMPUTED_S)).hex() == ANSWERS[encoding]
+    sums = read_answer(body(ANSWERS[encoding]), rows=2, hidden_size=2, dtype=encoding)
+    assert torch.equal(sums, through_wire(ROWS, encoding))
+    assert computed_s_of(body(ANSWERS[encoding])) == pytest.approx(COMPUTED_S)
+
+
+def test_how_long_was_computed_is_read_of_a_header_alone_and_never_wraps_around():
+    assert computed_s_of(body(ANSWER_F32)[:16]) == pytest.approx(COMPUTED_S)
+    assert computed_s_of(body(b"".join(answer_parts(ROWS, None, 1e6)))) == pytest.approx(4294.967295)
+    assert computed_s_of(body(b"".join(answer_parts(ROWS)))) == 0.0
+    with pytest.raises(Misbehaved):
+        computed_s_of(body(ANSWER_F32)[:15])
+
+
+@pytest.mark.parametrize("spelling", REQUESTS)
 def test_each_flip_of_a_request_is_refused_or_is_another_request_that_adds_up(spelling):
     for flipped in flips(bytes.fromhex(spelling)):
         try:
             request = read_request(body(flipped), hidden_size=2)
         except Misbehaved:
             continue
-        assert b"".join(request_parts(request)) == flipped
+        assert b"".join(request_parts(request, request.encoding)) == flipped
         assert int(request.pair_row.max()) < request.rows.shape[0]
         assert int(request.pair_row.min()) >= 0
         assert int(request.pair_expert.min()) >= 0
         assert bool(torch.isfinite(request.rows).all() & torch.isfinite(request.pair_weight).all())
 
 
-def test_each_flip_of_an_answer_is_refused_or_is_another_finite_answer():
-    for flipped in flips(bytes.fromhex(ANSWER_F32)):
+@pytest.mark.parametrize("encoding", ANSWERS)
+def test_each_flip_of_an_answer_is_refused_or_is_another_finite_answer(encoding):
+    for flipped in flips(bytes.fromhex(ANSWERS[encoding])):
         try:
-            sums = read_answer(body(flipped), rows=2, hidden_size=2, dtype=torch.float32)
+            sums = read_answer(body(flipped), rows=2, hidden_size=2, dtype=encoding)
         except Misbehaved:
             continue
-        assert b"".join(answer_parts(sums)) == flipped
+        spelt = b"".join(answer_parts(sums, encoding))
+        assert (spelt[:12], spelt[16:]) == (flipped[:12], flipped[16:])  # between them: any microseconds
         assert bool(torch.isfinite(sums).all())
 
 
-@pytest.mark.parametrize("spelling", [REQUEST_F32, REQUEST_BF16, ANSWER_F32])
+@pytest.mark.parametrize("spelling", [*REQUESTS, *ANSWERS.values()])
 def test_each_cut_and_each_surplus_is_refused(spelling):
     whole = bytes.fromhex(spelling)
     for data in (*(whole[:length] for length in range(len(whole))), whole + b"\0"):
         with pytest.raises(Misbehaved):
             read_request(body(data), hidden_size=2)
-        with pytest.raises(Misbehaved):
-            read_answer(body(data), rows=2, hidden_size=2, dtype=torch.float32)
+        for encoding in Encoding:
+            with pytest.raises(Misbehaved):
+                read_answer(body(data), rows=2, hidden_size=2, dtype=encoding)
 
 
 @STEADY
@@ -98,8 +132,9 @@ def test_each_cut_and_each_surplus_is_refused(spelling):
 def test_arbitrary_bytes_are_refused(data):
     with pytest.raises(Misbehaved):
         read_request(body(data), hidden_size=2)
-    with pytest.raises(Misbehaved):
-        read_answer(body(b"\0" + data), rows=1, hidden_size=2, dtype=torch.bfloat16)
+    for encoding in Encoding:
+        with pytest.raises(Misbehaved):
+            read_answer(body(b"\0" + data), rows=1, hidden_size=2, dtype=encoding)
 
 
 def with_head(layer: int, rows: int, pairs: int, dim: int) -> bytes:
@@ -142,20 +177,20 @@ def test_a_request_that_says_more_than_it_holds_is_refused_before_any_allocation
         {"rows": torch.tensor([[1.0, -2.0], [0.5, float("-inf")]])},
     ],
 )
-def test_a_request_that_no_worker_could_answer_is_refused(changed):
-    parts = {name: getattr(REQUEST, name) for name in ("layer", "rows", "pair_row", "pair_expert", "pair_weight")}
-    data = b"".join(request_parts(ExpertRequest(**parts | changed)))
+@pytest.mark.parametrize("encoding", Encoding)
+def test_a_request_that_no_worker_could_answer_is_refused(changed, encoding):
+    data = b"".join(request_parts(replace(REQUEST, **changed), encoding))
     with pytest.raises(Misbehaved) as refused:
         read_request(body(data), hidden_size=2)
     assert refused.value.reason is RejectReason.BAD_FRAME
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_answer_that_is_not_finite_is_a_bad_result(bad, dtype):
-    data = b"".join(answer_parts(torch.tensor([[1.0, bad]], dtype=dtype)))
+@pytest.mark.parametrize("encoding", Encoding)
+def test_an_answer_that_is_not_finite_is_a_bad_result(bad, encoding):
+    data = b"".join(answer_parts(torch.tensor([[1.0, bad]]), encoding))
     with pytest.raises(Misbehaved) as refused:
-        read_answer(body(data), rows=1, hidden_size=2, dtype=dtype)
+        read_answer(body(data), rows=1, hidden_size=2, dtype=encoding)
     assert refused.value.reason is RejectReason.BAD_RESULT
 
 
@@ -199,7 +234,9 @@ def test_round_trip(data, rows, pairs, dim, dtype):
         pair_expert=torch.randint(1 << 20, (pairs,), generator=seed, dtype=torch.int32),
         pair_weight=torch.rand(pairs, generator=seed),
     )
-    assert same(read_request(body(b"".join(request_parts(request))), hidden_size=dim), request)
+    read = read_request(body(b"".join(request_parts(request))), hidden_size=dim)
+    assert same(read, request)
+    assert read.encoding is Encoding.of(dtype)
     answer = read_answer(body(b"".join(answer_parts(request.rows))), rows=rows, hidden_size=dim, dtype=dtype)
     assert torch.equal(answer, request.rows)
 
@@ -211,3 +248,74 @@ def test_a_slice_of_a_larger_tensor_is_sent_as_its_own_values():
     read = read_request(body(b"".join(request_parts(request))), hidden_size=2)
     assert read.rows.tolist() == [[0.0, 2.0], [4.0, 6.0]]
     assert read.pair_row.tolist() == [0, 0, 1]
+
+
+finite_rows = st.lists(
+    st.lists(st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False), min_size=3, max_size=3),
+    min_size=1,
+    max_size=4,
+).map(torch.tensor)
+
+
+@STEADY
+@given(finite_rows)
+def test_int8_is_within_half_a_level_has_one_spelling_and_is_what_the_other_end_reads(rows):
+    parts = b"".join(answer_parts(rows, Encoding.INT8))
+    read = read_answer(body(parts), rows=len(rows), hidden_size=3, dtype=Encoding.INT8)
+    scale = rows.abs().amax(1, keepdim=True)
+    assert torch.equal(read, through_wire(rows, Encoding.INT8))
+    assert bool(((read - rows).abs() <= scale * (0.5 + 1e-4) / LEVELS + SCALE_MIN).all())
+    assert b"".join(answer_parts(read, Encoding.INT8)) == parts
+    assert torch.equal(read.abs().amax(1, keepdim=True), torch.where(scale < SCALE_MIN, 0.0, scale))
+
+
+@STEADY
+@given(finite_rows)
+def test_bfloat16_is_rounded_to_the_nearest_and_is_what_the_other_end_reads(rows):
+    rows = rows / 2  # the largest float32 rounds to infinity
+    data = body(b"".join(answer_parts(rows, Encoding.BFLOAT16)))
+    read = read_answer(data, rows=len(rows), hidden_size=3, dtype=Encoding.BFLOAT16)
+    assert read.dtype is torch.bfloat16
+    assert torch.equal(read, through_wire(rows, Encoding.BFLOAT16))
+    assert bool(((read.float() - rows).abs() <= rows.abs() * 2**-8 + 1e-38).all())
+
+
+@pytest.mark.parametrize(
+    ("scale", "levels"),
+    [
+        (float("nan"), (5, 127)),
+        (float("inf"), (5, 127)),
+        (-1.0, (5, 127)),
+        (-0.0, (0, 0)),  # another spelling of 0
+        (SCALE_MIN / 2, (5, 127)),
+        (0.0, (0, 1)),
+        (1.0, (0, 0)),
+        (1.0, (5, 126)),
+        (1.0, (5, -126)),
+        (1.0, (127, -128)),
+        (1.0, (-128, 0)),
+    ],
+)
+def test_a_scale_that_does_not_fit_its_levels_is_refused(scale, levels):
+    values = struct.pack("<ff2b2b", 1.0, scale, 127, 0, *levels)
+    answer = bytes.fromhex(ANSWER_INT8)[:16] + values
+    with pytest.raises(Misbehaved) as refused:
+        read_answer(body(answer), rows=2, hidden_size=2, dtype=Encoding.INT8)
+    assert refused.value.reason is RejectReason.BAD_RESULT
+    request = bytes.fromhex(REQUEST_INT8)[: -len(values)] + values
+    with pytest.raises(Misbehaved) as refused:
+        read_request(body(request), hidden_size=2)
+    assert refused.value.reason is RejectReason.BAD_FRAME
+
+
+def test_an_answer_in_another_encoding_of_the_same_size_is_refused():
+    data = body(b"".join(answer_parts(torch.ones(2, 4), Encoding.BFLOAT16)))  # 8 bytes a row, as int8 has
+    with pytest.raises(Misbehaved, match="header"):
+        read_answer(data, rows=2, hidden_size=4, dtype=Encoding.INT8)
+
+
+def test_what_is_sent_in_the_dtype_it_is_computed_in_is_not_copied():
+    sums = torch.ones(2, 4)
+    _, values = answer_parts(sums, Encoding.FLOAT32)
+    sums[0, 0] = 5.0
+    assert struct.unpack_from("<f", values) == (5.0,)

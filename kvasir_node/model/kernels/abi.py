@@ -84,7 +84,29 @@ LINEAR_NUMBERS = (
 LINEAR_FACTORS = ("epsilon",)
 LINEAR_ALL, LINEAR_NORM, LINEAR_PROJECT = range(3)
 
+# split: the pairs of a layer, cut into one part for each machine; 0 = here.
+
+SPLIT_NUMBERS = (
+    *("chosen", "weights", "row_count", "each"),  # int64 [T, K], float32 [T, K], T, K
+    *("where", "machines", "experts"),  # int64 [E]: each expert's machine; M, E
+    *("rows", "row_words", "narrows"),  # [T, D] of so many four-byte words a row; 1: float32 that leave as bfloat16
+    "frames",  # int64 [M]: where the arrays of each frame go, as in `wire.tensors`; the first is not used
+    *("own_rows", "own_experts", "own_weights"),  # int64, int64, float32 [T × K]: our own pairs
+    "counts",  # int64 [3, M]: pairs, rows and different experts of each part
+    *("used", "row_pairs"),  # int64 [M, T]: which rows a part has, ascending, and how many pairs each
+    "seen",  # room: int64 [E]
+)
+
+# join: the sums that came back, added to those of the layer. Returns 1, and adds nothing, if one is not finite.
+
+JOIN_NUMBERS = (
+    *("sums", "rows", "width", "is_bf16"),  # [R, D] float32 or bfloat16, R, D
+    *("used", "row_pairs"),  # int64 [R], as split gave them
+    *("totals", "done"),  # float32 [T, D]; int64 [T], to which row_pairs are added
+)
+
 KERNELS = (
     *(f"experts_{kind}" for kind in KINDS),
     *(f"{name}_{kind}" for name in ("block", "linear") for kind in KINDS[:2]),
+    *("split", "join"),
 )

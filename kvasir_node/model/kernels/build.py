@@ -20,19 +20,24 @@ from kvasir_node.model.kernels.abi import (
     BLOCK_NUMBERS,
     EXPERTS_FACTORS,
     EXPERTS_NUMBERS,
+    JOIN_NUMBERS,
     KERNELS,
     LINEAR_FACTORS,
     LINEAR_NUMBERS,
+    SPLIT_NUMBERS,
 )
 from kvasir_node.model.kernels.block_code import block, linear
 from kvasir_node.model.kernels.expert_code import experts
 from kvasir_node.model.kernels.library import CODE_FILE, source_hash
+from kvasir_node.model.kernels.split_code import join, split
 
 _SIGNATURE = types.int64(types.CPointer(types.int64), types.CPointer(types.float32))
 _FAMILIES: dict[str, tuple[tuple[Any, ...], int, int]] = {
     "experts": (experts, len(EXPERTS_NUMBERS), len(EXPERTS_FACTORS)),
     "block": (block, len(BLOCK_NUMBERS), len(BLOCK_FACTORS)),
     "linear": (linear, len(LINEAR_NUMBERS), len(LINEAR_FACTORS)),
+    "split": ((split,), len(SPLIT_NUMBERS), 0),
+    "join": ((join,), len(JOIN_NUMBERS), 0),
 }
 
 
@@ -40,11 +45,15 @@ def code_of(name: str) -> str:
     """LLVM code of one kernel, optimised, under its own name."""
     family, _, kind = name.partition("_")
     kernels, number_count, factor_count = _FAMILIES[family]
-    kernel = kernels[int(kind)]
+    kernel = kernels[int(kind or 0)]
 
-    def entry(numbers: Any, factors: Any) -> Any:
+    def with_factors(numbers: Any, factors: Any) -> Any:
         return kernel(numba.carray(numbers, (number_count,)), numba.carray(factors, (factor_count,)))
 
+    def without(numbers: Any, factors: Any) -> Any:
+        return kernel(numba.carray(numbers, (number_count,)))
+
+    entry = with_factors if factor_count else without
     compiled: Any = numba.cfunc(_SIGNATURE, error_model="numpy")(entry)
     return compiled._library.get_llvm_str().replace(compiled.native_name, name)
 

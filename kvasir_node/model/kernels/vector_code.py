@@ -353,6 +353,7 @@ def _pointer_code(kind: Any) -> Any:
 
 
 _pointer_to_ints, _pointer_to_floats = _pointer_code(types.int64), _pointer_code(types.float32)
+_pointer_to_words = _pointer_code(types.int32)
 
 
 @compiled(inline="always")
@@ -363,6 +364,12 @@ def ints(address: int, count: int) -> Any:
 @compiled(inline="always")
 def floats(address: int, count: int) -> Any:
     return numba.carray(_pointer_to_floats(address), (count,))
+
+
+@compiled(inline="always")
+def words(address: int, count: int) -> Any:
+    """Of four bytes each, as int32."""
+    return numba.carray(_pointer_to_words(address), (count,))
 
 
 def _few_rows_for(kind: int, adds: int) -> Any:

@@ -1,0 +1,180 @@
+"""A layer's pairs, cut into one part for each machine, and the sums that come back, added up.
+
+It does not know machines, deadlines or sockets: machines are numbers (0 = here), a part is laid out as the arrays of a
+request in `wire.tensors`. A kernel does it where there is one for this processor and the rows are on it, torch
+operations elsewhere; both give the same.
+
+Shapes: T rows, K experts chosen for each, D model width, E experts; R rows and P pairs of one part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvasir_node.model.kernels.abi import JOIN_NUMBERS, SPLIT_NUMBERS
+from kvasir_node.model.kernels.library import kernels
+
+PAIR_BYTES = 12  # weight, row and expert
+_SplitNumbers = ctypes.c_int64 * len(SPLIT_NUMBERS)
+_JoinNumbers = ctypes.c_int64 * len(JOIN_NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one machine computes. `body`: weights [P] float32, rows [P] and experts [P] int32, values [R, D], as bytes
+    one after the other. `used` [R] int64: which of the T rows, ascending; `row_pairs` [R] int64: how many pairs each.
+    """
+
+    machine: int
+    pairs: int
+    activated: int  # different experts
+    body: torch.Tensor  # uint8
+    used: torch.Tensor
+    row_pairs: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.used.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Our own pairs [P] int64, int64, float32 and how many different experts they want; the parts of others."""
+
+    own_rows: torch.Tensor
+    own_experts: torch.Tensor
+    own_weights: torch.Tensor
+    activated: int
+    parts: Sequence[Part]
+
+
+class PairSplitter:
+    """Splits rows that travel as `dtype`, float32 or bfloat16. One thread at a time, as it keeps its room.
+
+    `machines` in all, with this one.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        known = kernels()
+        self._split, self._join = known.get("split"), known.get("join")
+
+    def split(
+        self,
+        where: torch.Tensor,
+        machines: int,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> Split:
+        """where [E] int64: the machine of each expert; rows [T, D]; chosen [T, K] int64; weights [T, K]."""
+        narrows = rows.dtype is torch.float32 and self._dtype is torch.bfloat16
+        framed = rows if narrows else rows.to(self._dtype)
+        row_bytes = framed.shape[1] * self._dtype.itemsize
+        if self._split is None or rows.device.type != "cpu" or row_bytes % 4:
+            return self._by_torch(where, machines, rows.to(self._dtype), chosen, weights)
+        return self._by_kernel(where, machines, framed, chosen, weights, narrows)
+
+    def _by_kernel(
+        self,
+        where: torch.Tensor,
+        machines: int,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        narrows: bool,
+    ) -> Split:
+        assert self._split is not None
+        rows, chosen = rows.contiguous(), chosen.contiguous()
+        weights = weights.to(torch.float32).contiguous()
+        (count, each), width, experts = chosen.shape, rows.shape[1], where.shape[0]
+        row_bytes = width * self._dtype.itemsize
+        room_bytes = PAIR_BYTES * count * each + row_bytes * count
+        bodies = [torch.empty(room_bytes, dtype=torch.uint8) for _ in range(machines - 1)]
+        own = torch.empty(2, count * each, dtype=torch.int64)
+        own_weights = torch.empty(count * each)
+        # One piece of memory for counts, rows used, their pairs, frames and seen, in this order.
+        kept = torch.empty(machines * (2 * count + 4) + experts, dtype=torch.int64)
+        counts_at = kept.data_ptr()
+        used_at = counts_at + 8 * 3 * machines
+        pairs_at = used_at + 8 * machines * count
+        frames_at = pairs_at + 8 * machines * count
+        seen_at = frames_at + 8 * machines
+        frames = (ctypes.c_int64 * machines).from_address(frames_at)
+        for number, body in enumerate(bodies, start=1):
+            frames[number] = body.data_ptr()
+        numbers = _SplitNumbers(
+            chosen.data_ptr(), weights.data_ptr(), count, each, where.data_ptr(), machines, experts, rows.data_ptr(),
+            width if narrows or self._dtype is torch.float32 else width // 2, narrows, frames_at,
+            own.data_ptr(), own.data_ptr() + 8 * count * each, own_weights.data_ptr(),
+            counts_at, used_at, pairs_at, seen_at,
+        )  # fmt: skip
+        self._split(numbers, None)
+        found = (ctypes.c_int64 * (3 * machines)).from_address(counts_at)[:]
+        used = kept[3 * machines : (3 + count) * machines].view(machines, count)
+        row_pairs = kept[(3 + count) * machines : (3 + 2 * count) * machines].view(machines, count)
+        parts = [
+            Part(
+                number,
+                found[number],
+                found[2 * machines + number],
+                body[: PAIR_BYTES * found[number] + row_bytes * found[machines + number]],
+                used[number, : found[machines + number]],
+                row_pairs[number, : found[machines + number]],
+            )
+            for number, body in enumerate(bodies, start=1)
+            if found[number]
+        ]
+        pairs = found[0]
+        return Split(own[0, :pairs], own[1, :pairs], own_weights[:pairs], found[2 * machines], parts)
+
+    def _by_torch(
+        self,
+        where: torch.Tensor,
+        machines: int,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> Split:
+        machine_of = where.to(chosen.device)[chosen]  # [T, K]
+        own = self._pairs(machine_of == 0, chosen, weights)
+        parts: list[Part] = []
+        for number in range(1, machines):
+            pair_row, pair_expert, pair_weight = self._pairs(machine_of == number, chosen, weights)
+            if pair_row.shape[0]:
+                used, compact, row_pairs = torch.unique_consecutive(pair_row, return_inverse=True, return_counts=True)
+                arrays = [pair_weight, compact.to(torch.int32), pair_expert.to(torch.int32), rows[used]]
+                body = torch.cat([each.cpu().contiguous().view(torch.uint8).reshape(-1) for each in arrays])
+                activated = int(pair_expert.unique().shape[0])
+                parts.append(Part(number, pair_row.shape[0], activated, body, used.cpu(), row_pairs.cpu()))
+        return Split(*own, int(own[1].unique().shape[0]), parts)
+
+    def _pairs(
+        self, mask: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        pair_row, slot = mask.nonzero(as_tuple=True)
+        return pair_row, chosen[pair_row, slot], weights[pair_row, slot].to(torch.float32)
+
+    def join(self, sums: torch.Tensor, part: Part, totals: torch.Tensor, done: torch.Tensor) -> bool:
+        """Adds a part's sums [R, D] to totals [T, D] float32, and its pairs to done [T] int64 on the CPU.
+
+        False, and nothing is added, when a sum is infinite or NaN.
+        """
+        narrow = sums.dtype is torch.bfloat16
+        kind = sums.dtype in (torch.float32, torch.bfloat16)
+        direct = kind and totals.device.type == "cpu" and sums.is_contiguous() and totals.is_contiguous()
+        if self._join is None or not direct or (narrow and sums.shape[1] % 2):
+            if not bool(torch.isfinite(sums).all()):
+                return False
+            totals.index_add_(0, part.used.to(totals.device), sums.to(totals.device, torch.float32))
+            done[part.used] += part.row_pairs
+            return True
+        numbers = _JoinNumbers(
+            sums.data_ptr(), sums.shape[0], sums.shape[1], narrow,
+            part.used.data_ptr(), part.row_pairs.data_ptr(), totals.data_ptr(), done.data_ptr(),
+        )  # fmt: skip
+        return self._join(numbers, None) == 0

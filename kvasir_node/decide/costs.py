@@ -278,6 +278,10 @@ class CostBook:
         """A message that carries nothing, and its answer."""
         self._worker(peer, now).link.observe((1.0, 0.0, 0.0), took_s, now)
 
+    def observe_travel(self, peer: PeerId, sent_bytes: int, received_bytes: int, took_s: float, now: float) -> None:
+        """A call's time on the way, whatever was computed: a link is the same for few rows and for thousands."""
+        self._worker(peer, now).link.observe((1.0, float(sent_bytes), float(received_bytes)), took_s, now)
+
     def observe_call(
         self,
         peer: PeerId,

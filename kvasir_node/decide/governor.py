@@ -6,11 +6,14 @@ was made for it (`consider`), and of what was computed in which time (`observe`)
     off --wanted, and the plan promises on_gain--> on
     on  --not wanted--> off                                          at once: idle is local
     on  --measured less than alone--> off, and backs off             at once, twice as long each time
+    on  --too many tokens over the budget--> off, and backs off      the same
     on  --what is in force loses, is over the budget, or lost its peers--> another plan, or off      at once
     on  --what is in force promises less than off_gain--> off        after the dwell
     on  --another plan promises change_gain more--> that             after the dwell
 
-What alone would give is the plan's prediction, corrected by what steps really took while fan-out was off.
+What alone would give is the plan's prediction, corrected by what steps really took while fan-out was off. So is the
+budget, max_slowdown × the time of a token when idle: a plan may gain in the mean and yet let some tokens wait for ever
+so long, for a worker that answers late at random; of a steady one a token never takes longer than alone.
 """
 
 from __future__ import annotations
@@ -31,15 +34,21 @@ class GovernorLimits:
     dwell_s: float = 2.0  # between two changes that are made for a gain
     settle_s: float = 0.2  # after a change nothing is judged: steps under way are the old ones
     judge_s: float = 0.5  # computed time over which fan-out is held against alone
+    worth: float = 1.0  # what is in force must promise at least this, as a multiple of alone
     loss: float = 0.97  # measured, as a multiple of alone: less is a loss
+    late_share: float = 0.1  # of tokens that may take longer than the budget, with some room for the clock's sake
     backoff_s: float = 4.0  # after a first loss; doubles with each one ...
     backoff_max_s: float = 300.0  # ... up to this
     sound_s: float = 20.0  # on for so long without a loss: the losses before are forgotten
 
 
+FORCED = GovernorLimits(on_gain=0.0, off_gain=0.0, change_gain=1.05, dwell_s=0.0, worth=0.0, loss=0.0, late_share=1.0)
+"""What can be shared is, at any loss: for tests of the way to the workers and back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """`wanted`: saturated, or fanout.when = always. `calm`: the words for why not, when it is not wanted.
+    """`wanted`: saturated, or fanout.when says so at any load. `calm`: the words for why not, when it is not wanted.
 
     `offered`: the best plan for the load. `kept`: what the routes in force would give for the same rows at the costs
     of now; None when fan-out is off. `lost`: a peer of the routes in force may not carry load any more.
@@ -81,18 +90,22 @@ class _Judged:
 @dataclass(slots=True)
 class Governor:
     BIAS_LIMITS: ClassVar[tuple[float, float]] = (0.5, 2.0)  # alone as measured, as a multiple of predicted
+    LATE: ClassVar[float] = 1.5  # budgets: less is an honest step on a machine that does other things as well
+    LATE_STEPS: ClassVar[int] = 32  # over which the share of late ones is smoothed: one or two are no habit
 
     limits: GovernorLimits = field(default_factory=GovernorLimits)
-    measured_gain: float = 1.0  # tokens per second of the last judgement, as a multiple of alone
+    measured_gain: float | None = None  # tokens per second of the last judgement, as a multiple of alone
     _plan: Plan | None = None  # in force, None = off
     _reference: Plan | None = None  # whose predictions for alone are the newest
     _changed_at: float = -math.inf
     _home: object = None  # routes in force while off
     _bias: float = 1.0
     _judged: _Judged = field(default_factory=_Judged)
+    _late_share: float = 0.0  # of steps since the last change
     _losses: int = 0  # in a row
     _lost_at: float = -math.inf
     _blocked_until: float = -math.inf  # by a loss
+    _blocked_for: str = ""  # in words
     _rests_until: float = -math.inf  # by the dwell, after it did not pay any more
 
     @property
@@ -117,6 +130,8 @@ class Governor:
         self._judged.alone_tokens += alone * self._bias
         self._judged.took_s += took_s
         self._judged.count += 1
+        is_late = took_s > self.LATE * self._reference.budget_s / self._bias
+        self._late_share += (is_late - self._late_share) / self.LATE_STEPS
 
     def _alone_tokens_per_s(self, plan: Plan, rows: int) -> float:
         """A step's time between the two that are predicted, as a power of the rows."""
@@ -128,7 +143,7 @@ class Governor:
     def consider(self, situation: Situation, now: float) -> Decision:
         """What should be in force from now on; to be asked some times a second, and when who is proven changes."""
         self._reference = situation.offered
-        lost = self._is_loss(now)
+        lost = self._is_loss(now) or self._is_late(now)
         if not situation.wanted:
             return self._off(situation, now, f"off: {situation.calm}")
         if lost:
@@ -149,14 +164,25 @@ class Governor:
             if now - max(self._changed_at, self._lost_at) >= limits.sound_s:
                 self._losses = 0
             return False
-        self._losses += 1
-        self._lost_at = now
-        pause_s = limits.backoff_s * 2.0 ** min(self._losses - 1, 32)
-        self._blocked_until = now + min(limits.backoff_max_s, pause_s)
+        self._block(f"measured {self.measured_gain:.2f}× alone", now)
         return True
 
+    def _is_late(self, now: float) -> bool:
+        if self._plan is None or self._late_share <= self.limits.late_share:
+            return False
+        budget_ms = 1000 * self._plan.budget_s
+        self._block(f"{100 * self._late_share:.0f} % of tokens took far longer than {budget_ms:.0f} ms", now)
+        return True
+
+    def _block(self, words: str, now: float) -> None:
+        self._losses += 1
+        self._lost_at = now
+        pause_s = self.limits.backoff_s * 2.0 ** min(self._losses - 1, 32)
+        self._blocked_until = now + min(self.limits.backoff_max_s, pause_s)
+        self._blocked_for = words
+
     def _loss_words(self, now: float) -> str:
-        return f"off: measured {self.measured_gain:.2f}× alone, tried again in {self._blocked_until - now:.0f} s"
+        return f"off: {self._blocked_for}, tried again in {self._blocked_until - now:.0f} s"
 
     def _consider_on(self, situation: Situation, now: float) -> Decision:
         offered = situation.offered
@@ -177,10 +203,10 @@ class Governor:
         kept = situation.kept
         kept_gain = 0.0 if kept is None else kept.tokens_per_s / offered.alone.tokens_per_s
         late = kept is not None and kept.token_s > offered.budget_s
-        must = situation.lost or late or kept_gain < 1.0
+        must = situation.lost or late or kept_gain < limits.worth
         may = must or now - self._changed_at >= limits.dwell_s
         better = offered.gain >= limits.change_gain * kept_gain or must
-        if may and better and offered.gain >= limits.off_gain:
+        if may and better and offered.layers_shared and offered.gain >= limits.off_gain:
             return self._put(situation, now)
         if may and (must or kept_gain < limits.off_gain):
             words = offered.obstacle or f"gain {max(kept_gain, offered.gain):.2f}× is less than {limits.off_gain:.2f}×"
@@ -193,7 +219,7 @@ class Governor:
         self._plan, self._home = plan, None
         if changed:
             self._changed_at = now
-            self._judged = _Judged()
+            self._judged, self._late_share = _Judged(), 0.0
         return Decision(True, plan, plan.gain, self._on_words(situation, plan, plan.gain), changed)
 
     def _on_words(self, situation: Situation, plan: Plan, gain: float) -> str:
@@ -207,6 +233,7 @@ class Governor:
         self._home = situation.offered.home
         if was_on:
             self._changed_at = now
-            self._rests_until = now + self.limits.dwell_s if situation.wanted else -math.inf
-            self._judged = _Judged()
+            paid = not situation.wanted or situation.lost  # who left says nothing of those who stay or come
+            self._rests_until = -math.inf if paid else now + self.limits.dwell_s
+            self._judged, self._late_share = _Judged(), 0.0
         return Decision(False, situation.offered, situation.offered.gain, words, changed)

@@ -13,6 +13,7 @@ by expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -44,12 +45,15 @@ TRIALS_MAX = 500  # single changes that are tried to improve a plan of a small m
 class PlanLimits:
     """`max_slowdown`: a token should take at most this many times one that is computed alone and at home. For given
     rows the plan with the most tokens per second is the one with the shortest token, so no plan is refused for it: it
-    is the budget that a plan in force is held against, and that round trips are compared with in words.
-    `bytes_s`: of all calls, both ways; 0 = no limit. What is not held here leaves whatever the limit says."""
+    is the budget that each token of a plan in force is held against (`decide/governor`), and that round trips are
+    compared with in words.
+    `bytes_s`: of all calls, both ways; 0 = no limit. What is not held here leaves whatever the limit says.
+    `must_share`: something that is held here leaves even if that costs more than it saves, for tests of the way."""
 
     max_slowdown: float
     bytes_s: float = 0.0
     lanes_max: int = LANES_MAX
+    must_share: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,26 @@ class _Planning:
                 best = found
             elif lanes > 1:
                 break
+        if self._limits.must_share and not self._shares_held(best):
+            best = self._forced()
         return self._plan_of(best)
+
+    def _forced(self) -> _Step:
+        """Each layer balanced; all away that can be, if that leaves everything here as well."""
+        tables = self._tables(self._rows)
+        for way in (balanced, away):
+            layers = self._each(lambda kind, table, way=way: way(kind, table, 1, [kind.workers]), tables)
+            found = self._step(layers, 1, self._rows)
+            if self._shares_held(found):
+                break
+        return found
+
+    def _shares_held(self, step: _Step) -> bool:
+        return any(
+            machine and cell.held
+            for number, chosen in zip(self._kind_at, step.layers, strict=True)
+            for cell, machine in zip(self._kinds[number].cells, chosen.machines, strict=True)
+        )
 
     # Pricing --------------------------------------------------------------------------------------------------
 
@@ -159,7 +182,7 @@ class _Planning:
     def _bound_s(self, lanes: int, tables: Sequence[Table]) -> float:
         """No cycle of so many lanes is shorter: all work shared without loss, or our own part of it."""
         trunk_s = lanes * self._costs.own.trunk(self._rows / lanes)
-        work_s = [sum([row[0] for row in table.costs]) for table in tables]
+        work_s = [sum([row[0] for row in table.costs if row[0] < math.inf]) for table in tables]
         quicker = 1.0 + sum(_relative_speed(self._costs, worker) for worker in self._workers if worker is not None)
         return max(trunk_s, (trunk_s + lanes * sum([work_s[number] for number in self._kind_at])) / quicker)
 

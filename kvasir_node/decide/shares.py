@@ -32,7 +32,7 @@ class Cell:
     share: float  # of the layer's pairs
     chance: float  # that a row wants a given one of them; of equals that are activated as often as these are
     wanted: float  # experts of it that one row wants
-    able: tuple[bool, ...]  # by machine; here always
+    able: tuple[bool, ...]  # by machine; here when it is in memory, or nowhere else
     held: bool  # in memory here
 
 
@@ -117,6 +117,9 @@ def _groups(
     for number, first, last in parts:
         for index in range(first, last + 1):
             bits[index] |= 1 << number
+    for index in set(range(scene.experts)) - held:
+        if bits[index] > 1:
+            bits[index] &= ~1  # somebody has it in memory, so it is not read here
     groups: dict[tuple[int, bool], list[int]] = {}
     for index, each in enumerate(bits):
         groups.setdefault((each, index in held), []).append(index)
@@ -200,6 +203,8 @@ def table_of(
     columns: list[list[float]] = [
         [
             (own.expert_s + (0.0 if cell.held else own.borrow_s)) * activated + own.pair_s * pairs
+            if cell.able[0]
+            else math.inf
             for cell, (activated, pairs) in zip(kind.cells, sizes, strict=True)
         ]
     ]
@@ -252,7 +257,7 @@ def measure(kind: Kind, table: Table, machines: Sequence[int]) -> LayerPlan:
 
 
 def at_home(kind: Kind, table: Table) -> LayerPlan:
-    """Nothing that is held here leaves; what is not goes where it is done soonest."""
+    """Nothing that is held here leaves; what is not goes where it is done soonest; what nobody has is read here."""
     if all(cell.held for cell in kind.cells):
         return measure(kind, table, [0] * len(kind.cells))
     costs = [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planner_cases import NAMES, costs, like, scene
 
 from kvasir_node.decide.costs import CostBook, Costs, OwnCosts, WorkerCosts
-from kvasir_node.decide.governor import Decision, Governor, GovernorLimits, Situation
+from kvasir_node.decide.governor import FORCED, Decision, Governor, GovernorLimits, Situation
 from kvasir_node.decide.planner import Plan, PlanLimits, plan
 from kvasir_node.decide.prediction import Prediction, predict
 
@@ -209,6 +209,45 @@ def test_fewer_rows_are_held_against_alone_with_fewer_rows():
     measured(governor, 60.0, 0.5, 5.0, rows=1)  # alone gives one request 50
     assert governor.consider(wanted(offer(1.5), 1.5), 5.0).on
     assert governor.measured_gain == pytest.approx(60 / 50, rel=0.01)
+
+
+@pytest.mark.parametrize(("every", "stays"), [(40, True), (6, False)])
+def test_tokens_that_now_and_then_wait_for_ever_so_long_end_a_plan_that_gains_in_the_mean(every, stays):
+    """Steps of 16 tokens in 10 ms, 16 times as quick as alone; some take 0.9 s, of a budget of 0.5 s."""
+    governor, now = Governor(), 1.0
+    governor.consider(wanted(offer(2.0)), 0.0)
+    said = []
+    for step in range(1, 200):
+        took_s = 0.9 if step % every == 0 else 0.01
+        now += took_s
+        governor.observe(16, 16, took_s, now)
+        said.append(governor.consider(wanted(offer(2.0), 2.0), now))
+        if not said[-1].on:
+            break
+    assert said[-1].on is stays
+    if not stays:
+        assert said[-1].reason.endswith("% of tokens took far longer than 500 ms, tried again in 4 s")
+        assert governor.consider(wanted(offer(2.0)), now + 3.0).reason.endswith("tried again in 1 s")
+        assert governor.consider(wanted(offer(2.0)), now + 4.1).on
+
+
+def test_what_is_forced_stays_whatever_it_costs():
+    governor = Governor(FORCED)
+    lossy = replace(offer(1.2), predicted=Prediction(10.0, 1.6, 1e6))
+    assert governor.consider(wanted(lossy), 0.0).on
+    measured(governor, 5.0, 0.5, 10.0)
+    again = governor.consider(wanted(lossy, 0.1), 10.0)
+    assert (again.on, again.changed) == (True, False)
+    assert governor.measured_gain == pytest.approx(0.05)
+    assert governor.consider(wanted(offer(1.0, obstacle="no proven worker"), 0.1, lost=True), 11.0).on is False
+    assert governor.consider(wanted(lossy), 11.1).on
+
+
+def test_those_who_come_back_are_not_made_to_wait_for_those_who_left():
+    governor = Governor()
+    governor.consider(wanted(offer(2.0)), 0.0)
+    assert not governor.consider(wanted(offer(1.0, obstacle="no proven worker"), 1.0, lost=True), 1.0).on
+    assert governor.consider(wanted(offer(2.0)), 1.2).on
 
 
 # A world in which it acts -------------------------------------------------------------------------------------------

@@ -135,10 +135,26 @@ def test_what_is_not_held_goes_away_whatever_the_limits():
     assert found.gain == 1.0
 
 
-def test_what_is_not_held_is_read_when_that_is_sooner():
-    s = scene(1, 8, 2, 1, missing=(6, 7))
-    found = plan(s, costs(M_LIKE, like(M_LIKE, rtt_s=5.0)), 1, FREE)
-    assert found.routes[0] == (None,) * 8
+def test_what_is_not_held_goes_to_whoever_has_proven_it_however_far_and_is_read_when_nobody_has():
+    s = scene(1, 8, 2, 1, missing=(6, 7), proven=[(ANN, SliceId(0, 6, 6))])
+    for rows in (1, 16):
+        found = plan(s, costs(M_LIKE, like(M_LIKE, rtt_s=5.0)), rows, FREE)
+        assert found.routes[0] == found.home[0] == (None,) * 6 + (ANN, None)
+        assert (found.layers_shared, found.shares.keys()) == (0, {ANN})
+
+
+@pytest.mark.parametrize("worker", [like(M_LIKE, rtt_s=0.5), like(M_LIKE, slower=1e6), like(M_LIKE)])
+@pytest.mark.parametrize("layers", [2, 12])
+def test_what_must_be_shared_is_shared_even_at_a_loss(worker, layers):
+    s, c = scene(layers, 8, 2, 1), costs(M_LIKE, worker)
+    forced = plan(s, c, 8, replace(FREE, must_share=True))
+    assert forced.layers_shared > 0
+    assert forced.obstacle == ""
+    free = plan(s, c, 8, FREE)
+    assert forced.gain <= free.gain
+    assert (forced == free) == (free.layers_shared > 0)
+    nobody = plan(scene(layers, 8, 2, 0), c, 8, replace(FREE, must_share=True))
+    assert (nobody.layers_shared, nobody.obstacle) == (0, "no proven worker")
 
 
 def test_replicas_share_the_load_of_what_both_hold():
@@ -308,9 +324,13 @@ def test_what_is_planned_in_bulk_is_what_the_formulas_predict(drawn):
 @given(worlds)
 @STEADY
 def test_one_more_worker_never_makes_a_plan_worse(drawn):
-    """Exactly so where every set of workers is tried; by at most 1 % where they are too many for that."""
+    """Exactly so where every set of workers is tried; by at most 1 % where they are too many for that.
+
+    All is held here: what is not must leave as soon as somebody has it, however slow that one is.
+    """
     drawn["workers"] = max(1, drawn["workers"])
     case, given_costs, rows, limits = world(**drawn)
+    case = replace(case, held=dict.fromkeys(case.layers, frozenset(range(case.experts))))
     last = NAMES[drawn["workers"] - 1]
     fewer = Scene(
         case.layers,

@@ -14,9 +14,9 @@ The four-byte arrays come first, so that every array is aligned whatever P is.
 Each row travels once however many of its experts the worker holds, and one weighted sum a row comes back, spelt as the
 request was.
 
-int8: a row's scale is its largest magnitude, and level k of -127…127 means k / 127 × scale. A row with no magnitude of
-SCALE_MIN or more is all zeros with scale 0; any other row has a level of -127 or 127. So values have one spelling, and
-what was decoded is spelt the same again. Each value is off by at most half a level, scale / 254.
+int8: a row's scale is its largest magnitude, or SCALE_MIN if that is less; level k of -127…127 means k / 127 × scale. A
+row whose scale is more than SCALE_MIN has a level of -127 or 127. So values have one spelling, and what was decoded is
+spelt the same again. Each value is off by at most half a level, scale / 254.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -40,8 +41,6 @@ _ANSWER = struct.Struct("<HBBIII")
 _REQUEST_MAGIC = 0x4B51
 _ANSWER_MAGIC = 0x4B41
 _COMPUTED_US_MAX = 0xFFFFFFFF
-# Of floats that are not negative the bits are in the order of the values, and all of NaN and -0.0 lie outside.
-_SCALE_MIN_BITS, _INFINITY_BITS = struct.unpack("<ii", struct.pack("<ff", SCALE_MIN, math.inf))
 
 
 class Encoding(IntEnum):
@@ -188,22 +187,22 @@ def _read_values(
 def _to_levels(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[R,D] of any float dtype -> scales [R] float32, levels [R,D] int8. What is not finite gives such a scale."""
     exact = values.to(torch.float32)
-    scales = exact.abs().amax(1)
-    scales.masked_fill_(scales < SCALE_MIN, 0.0)
-    factors = (LEVELS / scales).masked_fill_(scales == 0.0, 0.0)
-    return scales, (exact * factors[:, None]).round_().to(torch.int8)
+    scales = exact.abs().amax(1).clamp_min_(SCALE_MIN)
+    return scales, (exact * (LEVELS / scales)[:, None]).round_().to(torch.int8)
 
 
 def _from_levels(scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Dividing first makes level ±127 exactly 1 (127 × the float32 next to 1/127 is 1), and so ±scale exactly."""
-    return levels.to(torch.float32).mul_(1 / LEVELS).mul_(scales[:, None])
+    return torch.mul(levels, 1 / LEVELS).mul_(scales[:, None])
 
 
 def _fit_each_other(scales: torch.Tensor, levels: torch.Tensor) -> bool:
-    reach = torch.maximum(levels.amax(1), -levels.amin(1).to(torch.int16))  # of -128 there is no negative in int8
-    bits = scales.view(torch.int32)
-    is_scale = (bits >= _SCALE_MIN_BITS) & (bits < _INFINITY_BITS)
-    return bool(torch.where(is_scale, reach == LEVELS, (bits == 0) & (reach == 0)).all())
+    """By lists: for 16 rows 9 µs, where tensors of 16 elements took 35."""
+    spans: tuple[list[Any], ...] = tuple(each.numpy().tolist() for each in (scales, levels.amin(1), levels.amax(1)))
+    return all(
+        SCALE_MIN <= scale < math.inf and low >= -LEVELS and (LEVELS in (-low, high) or scale == SCALE_MIN)
+        for scale, low, high in zip(*spans, strict=True)
+    )
 
 
 def _bad(message: str) -> Misbehaved:

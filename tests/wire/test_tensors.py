@@ -286,9 +286,9 @@ def test_bfloat16_is_rounded_to_the_nearest_and_is_what_the_other_end_reads(rows
         (float("nan"), (5, 127)),
         (float("inf"), (5, 127)),
         (-1.0, (5, 127)),
-        (-0.0, (0, 0)),  # another spelling of 0
         (SCALE_MIN / 2, (5, 127)),
-        (0.0, (0, 1)),
+        (0.0, (0, 0)),
+        (-0.0, (0, 0)),
         (1.0, (0, 0)),
         (1.0, (5, 126)),
         (1.0, (5, -126)),

@@ -92,6 +92,7 @@ class FanoutSettings:
     ban_after: int = 5  # wrong answers in trials without a right one between them; in served work two are enough
     proof_ttl_s: float = 10 * MINUTES  # proof ends this long after the last right answer
     in_flight_max: int = 8  # calls under way to one worker
+    express: bool = True  # near workers are called over a connection of their own, past the loop (docs/protocols.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ class LiveConnection:
     path: str
     number: int  # counts up; the newest is the largest
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is TCP from machine to machine: no relay, no WebSocket."""
+        return self.path == "direct" and self.address.rpartition("/")[0].endswith("/tcp")
+
 
 class ConnectionTable:
     """At most `peers_max` peers; every change is told to those who watch."""

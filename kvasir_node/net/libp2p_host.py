@@ -11,7 +11,7 @@ choosing connections, and raising: an exception in any stream handler of its own
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,8 @@ from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net.connections import ConnectionTable, LiveConnection
 from kvasir_node.net.dialler import DialAddress, dial_first, parse_addresses
+from kvasir_node.net.express import ExpressChannel
+from kvasir_node.net.express_door import MAGIC, ExpressDoor
 from kvasir_node.net.identity import load_or_create_key, peer_id_of, sign_with
 from kvasir_node.net.listener import TcpListener, bind_all
 from kvasir_node.net.muxer import YamuxConnection, YamuxNegotiator
@@ -130,6 +132,7 @@ class Libp2pTransport(INotifee):
         self._table = ConnectionTable(self._peer_id, settings.peers_max)
         self._dials: dict[PeerId, trio.Event] = {}
         self._handshakes = trio.CapacityLimiter(HANDSHAKES_MAX)
+        self._door = ExpressDoor(settings.frame_bytes_max)
         self._nursery: trio.Nursery | None = None
         self.swarm = _new_swarm(settings, key, self._table)
         self.host = BasicHost(self.swarm)
@@ -144,11 +147,11 @@ class Libp2pTransport(INotifee):
 
     @property
     def bytes_in(self) -> int:
-        return self._table.bytes_in
+        return self._table.bytes_in + self._door.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        return self._table.bytes_out
+        return self._table.bytes_out + self._door.bytes_out
 
     def addresses(self) -> tuple[str, ...]:
         texts = [text for each in self._listeners for text in each.addresses()]
@@ -205,7 +208,20 @@ class Libp2pTransport(INotifee):
             raise
         return Libp2pStream(stream, peer, protocol)
 
+    def invite(self, peer: PeerId, arrived: Callable[[ExpressChannel], None]) -> bytes | None:
+        if not any(live.inbound and live.is_plain for live in self._table.of(peer)):
+            return None
+        return self._door.invite(peer, arrived)
+
+    async def accept_invitation(self, peer: PeerId, invitation: bytes) -> ExpressChannel:
+        dialled = [live for live in self._table.of(peer) if live.is_plain and not live.inbound]
+        if not dialled:
+            raise Unreachable(f"no express channel to {peer}: this node has not dialled it at a TCP address")
+        _, address = parse_addresses([f"{dialled[-1].address}/p2p/{peer}"])
+        return await self._door.enter(peer, address[0].host, address[0].port, invitation)
+
     async def disconnect(self, peer: PeerId) -> None:
+        self._door.close("disconnected by us", peer)
         async with trio.open_nursery() as nursery:
             for live in self._table.of(peer):
                 nursery.start_soon(live.muxed.close, "disconnected by us")
@@ -256,11 +272,14 @@ class Libp2pTransport(INotifee):
     async def _accepted(self, stream: trio.SocketStream) -> None:
         tcp = TcpStream(stream)
         try:
-            if self._table.is_full:
-                raise KvasirError(f"{self._settings.peers_max} peers are connected already")
             self._handshakes.acquire_on_behalf_of_nowait(tcp)
             try:
                 with trio.fail_after(UPGRADE_TIMEOUT_S):
+                    if await tcp.begins_with(MAGIC):
+                        await self._door.admit(tcp)
+                        return
+                    if self._table.is_full:
+                        raise KvasirError(f"{self._settings.peers_max} peers are connected already")
                     raw = RawConnection(tcp, False)
                     if await begins_as_http(tcp):
                         raw = _websocket_connection(await accept_websocket(tcp), is_initiator=False)
@@ -326,6 +345,7 @@ class Libp2pTransport(INotifee):
 
     async def shut_down(self) -> None:
         """Closes listeners and connections, says goodbye to every peer, and stops libp2p's background tasks."""
+        self._door.close("this node is shutting down")
         with trio.move_on_after(SHUTDOWN_S) as closing:
             closing.shield = True
             async with trio.open_nursery() as nursery:

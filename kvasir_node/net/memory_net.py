@@ -22,6 +22,7 @@ from libp2p.crypto.keys import KeyPair
 from kvasir_node.base.errors import KvasirError, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.net.dialler import parse_addresses
+from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.feed import Feed
 from kvasir_node.net.identity import key_from_seed, peer_id_of, sign_with
 from kvasir_node.net.single_error import single_error_unwrapped
@@ -277,6 +278,13 @@ class MemoryTransport:
         other.streams.add(theirs)
         self.network.start_handler(other, handler, theirs)
         return ours
+
+    def invite(self, peer: PeerId, arrived: Callable[[ExpressChannel], None]) -> None:
+        """See Transport. There are no sockets here, and no threads."""
+
+    async def accept_invitation(self, peer: PeerId, invitation: bytes) -> ExpressChannel:
+        await trio.lowlevel.checkpoint()
+        raise Unreachable(f"no express channel to {peer}: there are none in memory")
 
     async def disconnect(self, peer: PeerId) -> None:
         await trio.lowlevel.checkpoint()

@@ -81,7 +81,7 @@ class TcpStream(ReadWriteCloser):
             except OSError as error:
                 raise ConnectionClosedError(f"the connection broke: {error.strerror or error}") from error
             if sent < size_of(batch):
-                return _without(parts, sent)
+                return without(parts, sent)
             parts = parts[PARTS_MAX:]
         return parts
 
@@ -134,6 +134,24 @@ class TcpStream(ReadWriteCloser):
         await trio.lowlevel.checkpoint()
         await self.send_all([data])
 
+    async def begins_with(self, start: bytes) -> bool:
+        """Whether the peer's first bytes are these; what was read is given back. Cancel-safety: close afterwards."""
+        first = b""
+        while len(first) < len(start) and start.startswith(first):
+            chunk = await self.read()
+            if not chunk:
+                break
+            first += chunk
+        self.unread(first)
+        return first.startswith(start)
+
+    def detach(self) -> socket.socket:
+        """The socket, blocking, for a thread; this object is closed then. Nothing that was received may be unread."""
+        trio.lowlevel.notify_closing(self._socket.fileno())
+        sock = socket.socket(fileno=self._socket.detach())
+        sock.setblocking(True)
+        return sock
+
     async def close(self) -> None:
         self.close_now()
         await trio.lowlevel.checkpoint()
@@ -147,7 +165,7 @@ class TcpStream(ReadWriteCloser):
         return self._remote_address
 
 
-def _without(parts: list[Buffer], count: int) -> list[Buffer]:
+def without(parts: list[Buffer], count: int) -> list[Buffer]:
     """The parts after their first `count` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):

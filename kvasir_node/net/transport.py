@@ -13,6 +13,7 @@ from typing import Protocol
 import trio
 
 from kvasir_node.base.ids import PeerId
+from kvasir_node.net.express import ExpressChannel
 
 
 class Stream(Protocol):
@@ -122,6 +123,22 @@ class Transport(Protocol):
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
         """Raises Unreachable when not connected or the peer does not speak the protocol."""
+        ...
+
+    def invite(self, peer: PeerId, arrived: Callable[[ExpressChannel], None]) -> bytes | None:
+        """An invitation to an express channel, for this peer, once, for ten seconds; None where there is none to offer.
+
+        It must travel only over a stream to this peer. `arrived` is called on the loop when the peer has come. Whoever
+        gets a channel closes it; it outlives the connection over which it was agreed.
+        """
+        ...
+
+    async def accept_invitation(self, peer: PeerId, invitation: bytes) -> ExpressChannel:
+        """Dials the peer where this node has dialled it before, at a TCP address: a relay or WebSocket has no channel.
+
+        Raises Unreachable, within 2 s; Misbehaved for bytes that are no invitation; CapacityError when four channels
+        with the peer are open. Cancel-safety: nothing is left open.
+        """
         ...
 
     async def disconnect(self, peer: PeerId) -> None: ...

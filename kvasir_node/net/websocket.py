@@ -36,14 +36,7 @@ MESSAGE_BYTES_MAX = 256 * 1024  # of ours; py-libp2p takes no more than 1 MiB in
 
 async def begins_as_http(tcp: TcpStream) -> bool:
     """Whether the peer speaks HTTP; what was read for that is given back. Cancel-safety: close afterwards."""
-    first = b""
-    while len(first) < len(HTTP_START) and HTTP_START.startswith(first):
-        chunk = await tcp.read()
-        if not chunk:
-            break
-        first += chunk
-    tcp.unread(first)
-    return first.startswith(HTTP_START)
+    return await tcp.begins_with(HTTP_START)
 
 
 async def accept_websocket(tcp: TcpStream) -> WebSocketStream:

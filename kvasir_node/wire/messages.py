@@ -10,6 +10,7 @@
 | | DETACH | Attachment (worker) | empty, after which no new call comes |
 | | COMPUTE | see wire/tensors.py (coordinator) | |
 | | STANDING | Standing (coordinator, a notice) | |
+| | EXPRESS | empty (worker) | an invitation (net/express_door.py), or empty |
 | pubsub topic | | signed DemandTable (hub) | |
 
 It does not know who may send what: that is for roles/ and decide/.
@@ -59,6 +60,7 @@ class ExpertsMethod(IntEnum):
     DETACH = 2
     COMPUTE = 3
     STANDING = 4
+    EXPRESS = 5
 
 
 @dataclass(frozen=True, slots=True)

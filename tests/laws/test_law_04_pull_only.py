@@ -31,6 +31,7 @@ def test_the_methods_of_the_swarm_are_a_closed_list():
         "DETACH",  # worker to coordinator
         "COMPUTE",  # coordinator to worker
         "STANDING",  # coordinator to worker, a notice
+        "EXPRESS",  # worker to coordinator, which invites it
     }
 
 

@@ -83,6 +83,7 @@ class FanoutSettings:
     deadline_floor_s: float = 0.15 * SECONDS  # ... but never less than this: a busy machine is no silent worker
     deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
     verify: str = "sample"  # sample | double: some remote rows are recomputed and compared, or all of them
+    wire: str = "compute"  # compute | bfloat16 | int8: what rows travel in; less than computed only if found harmless
     spot_check_ratio: float = 0.01  # share of remote rows that are recomputed and compared
     trial_rows_max: int = 16  # rows of one trial
     trials_per_address_max: int = 8  # trials of one network address under way or failed within `trial_window_s`
@@ -184,6 +185,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "coordinator.hold": ("all", "none", "half"),
     "fanout.when": ("saturated", "always"),
     "fanout.verify": ("sample", "double"),
+    "fanout.wire": ("compute", "bfloat16", "int8"),
     "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
 }

@@ -42,6 +42,18 @@ class SlotsSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class WireSnapshot:
+    """What rows and sums travel in, and what was measured when `fanout.wire` asked for less than is computed in."""
+
+    encoding: str = ""  # float32 | bfloat16 | int8
+    asked: str = "compute"  # compute | bfloat16 | int8
+    error: float | None = None  # of the logits, as `roles/wire_gate` measures it
+    tokens: int = 0  # compared with those of a run whose rows stayed here
+    tokens_agreeing: int = 0
+    refusal: str = ""  # why `asked` is not used
+
+
+@dataclass(frozen=True, slots=True)
 class FanoutSnapshot:
     on: bool = False
     reason: str = ""
@@ -54,6 +66,7 @@ class FanoutSnapshot:
     hedges: int = 0
     spot_checks: int = 0
     mismatches: int = 0
+    wire: WireSnapshot = WireSnapshot()
 
 
 @dataclass(frozen=True, slots=True)

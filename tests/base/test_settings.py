@@ -133,6 +133,7 @@ BAD = [
     ("fanout.enabled", "maybe"),
     ("fanout.enabled", 2),
     ("fanout.when", "sometimes"),
+    ("fanout.wire", "int4"),
     ("node.roles", "boss"),
     ("node.roles", []),
     ("node.roles", 5),

@@ -93,6 +93,10 @@ class OwnExperts:
     def device(self) -> torch.device:
         return self._shard.device
 
+    def held(self, layer: int) -> frozenset[int]:
+        """Experts of a layer that are in memory to stay."""
+        return self._held[layer]
+
     @property
     def hidden_size(self) -> int:
         return self._shard.hidden_size

@@ -38,6 +38,7 @@ LEVELS = 127  # on either side of zero; -128 is not used, so that no sign is fav
 SCALE_MIN = 2.0**-100  # far above where float32 loses digits, far below any row that matters
 _REQUEST = struct.Struct("<HBBIIII")
 _ANSWER = struct.Struct("<HBBIII")
+REQUEST_BYTES = _REQUEST.size  # of a request without its arrays
 _REQUEST_MAGIC = 0x4B51
 _ANSWER_MAGIC = 0x4B41
 _COMPUTED_US_MAX = 0xFFFFFFFF
@@ -89,12 +90,17 @@ def request_parts(request: ExpertRequest, encoding: Encoding | None = None) -> l
     rows, dim = request.rows.shape
     pairs = request.pair_row.shape[0]
     return [
-        _REQUEST.pack(_REQUEST_MAGIC, encoding, 0, request.layer, rows, pairs, dim),
+        request_header(encoding, request.layer, rows, pairs, dim),
         _bytes_of(request.pair_weight.to(torch.float32)),
         _bytes_of(request.pair_row.to(torch.int32)),
         _bytes_of(request.pair_expert.to(torch.int32)),
         *_values_parts(request.rows, encoding),
     ]
+
+
+def request_header(encoding: Encoding, layer: int, rows: int, pairs: int, hidden_size: int) -> bytes:
+    """What comes before the arrays of a request."""
+    return _REQUEST.pack(_REQUEST_MAGIC, encoding, 0, layer, rows, pairs, hidden_size)
 
 
 def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
@@ -133,10 +139,13 @@ def answer_parts(
     return [header, *_values_parts(sums, encoding)]
 
 
-def read_answer(body: memoryview, *, rows: int, hidden_size: int, dtype: torch.dtype | Encoding) -> torch.Tensor:
+def read_answer(
+    body: memoryview, *, rows: int, hidden_size: int, dtype: torch.dtype | Encoding, looks_at_values: bool = True
+) -> torch.Tensor:
     """Partial sums [R,D], as a view unless they came as int8, which gives float32.
 
-    Raises Misbehaved when shape, encoding or values (NaN, Inf) are not as asked.
+    Raises Misbehaved when shape, encoding or values (NaN, Inf) are not as asked; values are looked at by whoever adds
+    them up unless `looks_at_values`.
     """
     encoding = dtype if isinstance(dtype, Encoding) else Encoding.of(dtype)
     expected = _ANSWER.size + encoding.values_bytes(rows, hidden_size)
@@ -145,6 +154,8 @@ def read_answer(body: memoryview, *, rows: int, hidden_size: int, dtype: torch.d
     header = _ANSWER.unpack_from(body)[:-1]
     if header != (_ANSWER_MAGIC, encoding, 0, rows, hidden_size):
         raise _bad(f"an answer with header {header}; expected {rows} rows of {hidden_size} in {encoding.name.lower()}")
+    if not looks_at_values and encoding is not Encoding.INT8:
+        return _view(body, _STORED[encoding], _ANSWER.size, rows * hidden_size).view(rows, hidden_size)
     return _read_values(body, _ANSWER.size, encoding, rows, hidden_size, RejectReason.BAD_RESULT)
 
 

@@ -7,7 +7,8 @@ proven, or, for a bounded time, while a lease on it makes progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvasir_node.base.errors import RejectReason
@@ -42,6 +43,7 @@ class Demand:
     slice_bytes: int  # in memory, in this dtype
     addresses: tuple[str, ...]
     wants: tuple[Wanted, ...]
+    near_rtt_s: float = 0.005  # nearer workers take a share of every layer, others whole layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,15 @@ class TableEntry:
 
 
 Key = tuple[PeerId, ModelId, SliceId]  # (coordinator, model, slice)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReport:
+    """What a worker says of one lease when it renews it; `progress` grows while it gets anywhere."""
+
+    lease: str
+    key: Key
+    progress: int
 
 
 @dataclass(slots=True)
@@ -111,6 +122,7 @@ class Market:
         self._heard: dict[PeerId, tuple[int, int]] = {}  # newest (epoch, sequence); heard longest ago first
         self._leases: dict[str, _Lease] = {}
         self._of_key: dict[Key, dict[str, _Lease]] = {}
+        self._of_worker: dict[PeerId, dict[str, _Lease]] = {}
         self._surplus_since: dict[Key, float] = {}
         self._strikes: dict[tuple[PeerId, ModelId], _Strike] = {}
         self._pollers: dict[PeerId, float] = {}
@@ -126,8 +138,8 @@ class Market:
 
     def idle_count(self, now: float) -> int:
         """Peers that polled lately and hold no lease."""
-        leased = {lease.worker for lease in self._leases.values()}
-        return sum(1 for peer, at in self._pollers.items() if peer not in leased and now - at < self._recent_s())
+        recent = (peer for peer, at in self._pollers.items() if now - at < self._recent_s())
+        return sum(1 for peer in recent if peer not in self._of_worker)
 
     def report(self, demand: Demand, now: float, wall: float) -> RejectReason | None:
         """Takes a coordinator's demand; the reason when it changes nothing."""
@@ -151,13 +163,19 @@ class Market:
         memory_bytes: int,
         have: Iterable[tuple[ModelId, SliceId]],
         busy: Iterable[tuple[ModelId, SliceId]],
+        round_trips: Iterable[tuple[PeerId, float]] = (),
         now: float,
     ) -> LeaseOffer | float:
-        """A lease on the slice that needs this worker most, or after how many seconds to ask again."""
+        """A lease on the slice that needs this worker most, or after how many seconds to ask again.
+
+        `round_trips` (s) as the worker has measured them: one that is far from a coordinator first fills the layers
+        that it already has a part in; one that is near, or has not measured yet, spreads over them.
+        """
         self.tick(now)
         self._note_poll(worker, now)
-        on_disk, taken = set(have), set(busy)
-        best: tuple[tuple[float, bool, float], Key] | None = None
+        on_disk, taken, away_s = set(have), set(busy), dict(round_trips)
+        held = Counter((*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(worker, {}).values())
+        best: tuple[tuple[float, ...], Key] | None = None
         for key in self._open_keys():
             issuer, model, part = key
             demand = self._issuers[issuer].demand
@@ -165,17 +183,26 @@ class Market:
                 continue
             if self._holds(key, worker) or self._must_wait(worker, model, now):
                 continue
-            want = self._issuers[issuer].wants[part].want
-            rank = (self._open(key) / want, (model, part) in on_disk, float(self._open(key)))
+            want, opened = self._issuers[issuer].wants[part].want, self._open(key)
+            far = away_s.get(issuer, 0.0) >= demand.near_rtt_s
+            beside = held[issuer, model, part.layer]
+            rank = (far and beside > 0, opened / want, (model, part) in on_disk, 0 if far else -beside, opened)
             if best is None or rank > best[0]:
                 best = (rank, key)
         if best is None or len(self._leases) >= self._limits.leases_max:
             return self._limits.poll_interval_s * (1 + self.idle_count(now) / 100)
         return self._grant(worker, best[1], now)
 
-    def renew(self, worker: PeerId, lease_id: str, key: Key, *, progress: int, now: float) -> tuple[float, str]:
-        """(ttl, "") to go on, or (0, reason) when the lease has ended."""
+    def renew_all(self, worker: PeerId, reports: Sequence[LeaseReport], now: float) -> list[tuple[float, str]]:
+        """For each lease (ttl, "") to go on, or (0, reason) when it has ended; in order."""
         self.tick(now)
+        return [self._renew(worker, each.lease, each.key, each.progress, now) for each in reports]
+
+    def renew(self, worker: PeerId, lease_id: str, key: Key, *, progress: int, now: float) -> tuple[float, str]:
+        """One lease, as in `renew_all`."""
+        return self.renew_all(worker, [LeaseReport(lease_id, key, progress)], now)[0]
+
+    def _renew(self, worker: PeerId, lease_id: str, key: Key, progress: int, now: float) -> tuple[float, str]:
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._adopt(worker, lease_id, key, now)
@@ -198,8 +225,8 @@ class Market:
     def end_unlisted(self, worker: PeerId, busy: Iterable[tuple[ModelId, SliceId]]) -> None:
         """Ends the leases that a worker does not list when it asks: it was restarted, or never heard of them."""
         listed = set(busy)
-        for lease in list(self._leases.values()):
-            if lease.worker == worker and lease.key[1:] not in listed:
+        for lease in list(self._of_worker.get(worker, {}).values()):
+            if lease.key[1:] not in listed:
                 self._end(lease)
 
     def tick(self, now: float) -> None:
@@ -228,6 +255,14 @@ class Market:
                 row = counts.setdefault(key[1:], [0, 0, 0])
                 row[2] += self._unproven(key)
         return tuple(TableEntry(model, part, *row) for (model, part), row in sorted(counts.items()) if any(row))
+
+    def slice_bytes(self) -> dict[ModelId, int]:
+        """Of each model wanted, what a slice takes in memory, for the coordinator with the smallest ones."""
+        found: dict[ModelId, int] = {}
+        for entry in self._issuers.values():
+            size = entry.demand.slice_bytes
+            found[entry.demand.model] = min(found.get(entry.demand.model, size), size)
+        return found
 
     def _recent_s(self) -> float:
         return 10 * self._limits.poll_interval_s
@@ -280,6 +315,7 @@ class Market:
         lease = _Lease(lease_id, worker, key, now, now + self._limits.lease_ttl_s, progress_at=now)
         self._leases[lease_id] = lease
         self._of_key.setdefault(key, {})[lease_id] = lease
+        self._of_worker.setdefault(worker, {})[lease_id] = lease
         return lease
 
     def _adopt(self, worker: PeerId, lease_id: str, key: Key, now: float) -> _Lease | None:
@@ -294,6 +330,10 @@ class Market:
 
     def _end(self, lease: _Lease) -> None:
         del self._leases[lease.id]
+        own = self._of_worker[lease.worker]
+        del own[lease.id]
+        if not own:
+            del self._of_worker[lease.worker]
         siblings = self._of_key[lease.key]
         del siblings[lease.id]
         if not siblings:

@@ -9,7 +9,7 @@ lie or how a coordinator is reached: `handle` takes an event and returns command
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +34,7 @@ from kvasir_node.decide.placement_events import (
     Release,
     Renewed,
     RenewFailed,
-    RenewLease,
+    RenewLeases,
     Resumed,
     Stage,
     StandingTold,
@@ -65,7 +65,7 @@ __all__ = [
     "PollHub",
     "Release",
     "RenewFailed",
-    "RenewLease",
+    "RenewLeases",
     "Renewed",
     "Resumed",
     "Stage",
@@ -95,6 +95,8 @@ class PlacementLimits:
     table_ttl_s: float = 30.0  # after this long without a table nothing is known
     retry_max_s: float = 600.0  # a hub that asks for more patience than this gets this much
     failure_pause_max_s: float = 300.0  # polls pause after a failed fetch or load: an interval, doubling, up to this
+    crowd_polls_s: float = 500.0  # when demand appears, all idle nodes together poll at most this often
+    renewals_max: int = 256  # leases in one message
     hubs_per_round: int = 4  # hubs that are asked, in turn, in the time that one hub wants to be left alone
 
 
@@ -125,6 +127,7 @@ class Placement:
         self._failures = 0  # fetches and loads that failed through no peer, since a slice of ours was proven
         self._no_poll_before = 0.0  # because of them
         self._open_copies: int | None = None
+        self._idle = 0  # nodes that would poll with us
         self._table_at = float("-inf")
         self._paused = False
 
@@ -149,8 +152,8 @@ class Placement:
         match event:
             case HubsKnown(hubs):
                 self._on_hubs(hubs, now)
-            case DemandSeen(open_copies):
-                self._on_demand(open_copies, now)
+            case DemandSeen(open_copies, idle):
+                self._on_demand(open_copies, idle, now)
             case OfferReceived(assignment, ttl_s):
                 return self._on_offer(assignment, ttl_s, now)
             case NothingOffered(retry_after_s):
@@ -159,7 +162,7 @@ class Placement:
                 self._on_poll_failed(hub, now)
             case Paused():
                 self._paused = True
-                return [c for lease in list(self._held) for c in self._start_drain(lease, release=True)]
+                return self._drain_all()
             case Resumed():
                 self._paused = False
                 self._poll_at = now
@@ -182,8 +185,9 @@ class Placement:
         return self._limits.idle_poll_factor if known and self._open_copies == 0 else 1.0
 
     def _soon(self, now: float) -> float:
-        """Within a part of the interval, but not all idle nodes at once."""
-        return now + self._chance.uniform(0, 0.25) * self._limits.poll_interval_s
+        """Within a part of the interval, but not all idle nodes at once: a crowd takes as long as its hub needs."""
+        spread_s = max(0.25 * self._limits.poll_interval_s, self._idle / self._limits.crowd_polls_s)
+        return now + self._chance.uniform(0, min(spread_s, self._limits.retry_max_s))
 
     def _on_hubs(self, hubs: tuple[PeerId, ...], now: float) -> None:
         """New hubs are asked first; the others keep their turn."""
@@ -192,10 +196,10 @@ class Placement:
         known = self._hubs
         self._hubs = (*(hub for hub in hubs if hub not in known), *(hub for hub in known if hub in hubs))
 
-    def _on_demand(self, open_copies: int, now: float) -> None:
+    def _on_demand(self, open_copies: int, idle: int, now: float) -> None:
         """Demand appeared: poll soon."""
         rose = open_copies > 0 and not self._open_copies
-        self._open_copies, self._table_at = open_copies, now
+        self._open_copies, self._idle, self._table_at = open_copies, idle, now
         if rose:
             self._poll_at = min(self._poll_at, self._soon(now))
 
@@ -221,7 +225,7 @@ class Placement:
         taken = {(held.assignment.model, held.assignment.slice) for held in self._held.values()}
         full = len(self._held) >= self._limits.slices_max
         if self._paused or full or namesake is not None or (assignment.model, assignment.slice) in taken:
-            return [Release(assignment.hub, assignment)]
+            return [Release(assignment.hub, (assignment,))]
         self._held[assignment.lease] = _Held(
             assignment, Stage.FETCHING, assignment.hub, now + ttl_s, self._renewal_due(ttl_s, now)
         )
@@ -337,8 +341,24 @@ class Placement:
         held.stage, held.attach_at = Stage.DRAINING, None
         commands: list[Command] = [Drain(held.assignment)]
         if release:
-            commands.append(Release(self._hub_of(held), held.assignment))
+            commands.append(Release(self._hub_of(held), (held.assignment,)))
         return commands
+
+    def _drain_all(self) -> list[Command]:
+        leaving = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
+        commands = [c for held in leaving for c in self._start_drain(held.assignment.lease, release=False)]
+        for hub, group in self._by_hub(leaving):
+            commands.append(Release(hub, tuple(held.assignment for held in group)))
+        return commands
+
+    def _by_hub(self, leases: Iterable[_Held]) -> Iterator[tuple[PeerId, list[_Held]]]:
+        """What one message tells one hub: of all these leases, or of as many as fit."""
+        groups: dict[PeerId, list[_Held]] = {}
+        for held in leases:
+            groups.setdefault(self._hub_of(held), []).append(held)
+        for hub, group in groups.items():
+            for at in range(0, len(group), self._limits.renewals_max):
+                yield hub, group[at : at + self._limits.renewals_max]
 
     def _hub_of(self, held: _Held) -> PeerId:
         """The hub that renews the lease while it is there, else the first that is."""
@@ -349,20 +369,23 @@ class Placement:
     def _on_tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for lease, held in self._held.items():
-            if held.stage is Stage.DRAINING:
-                continue
-            if now >= held.expires_at:
+            if held.stage is not Stage.DRAINING and now >= held.expires_at:
                 commands += self._start_drain(lease, release=False)
-                continue
-            if now >= held.renew_at:
-                held.renew_at = now + self._limits.renew_interval_s
-                commands.append(RenewLease(self._hub_of(held), held.assignment, held.stage is Stage.SERVING))
-            if held.attach_at is not None and now >= held.attach_at:
-                commands.append(self._attach(held))
+        active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
+        commands += self._renew(active, now)
+        commands += [self._attach(held) for held in active if held.attach_at is not None and now >= held.attach_at]
         if self._may_poll() and now >= max(self._poll_at, self._no_poll_before):
             self._asked = self._hubs[0]
             commands.append(PollHub(self._asked))
         return commands
+
+    def _renew(self, active: list[_Held], now: float) -> Iterator[Command]:
+        """When one lease is due, all that its hub renews go along: many then cost what one does, and stay in step."""
+        due = {self._hub_of(held) for held in active if now >= held.renew_at}
+        for hub, group in self._by_hub(held for held in active if self._hub_of(held) in due):
+            for held in group:
+                held.renew_at = now + self._limits.renew_interval_s
+            yield RenewLeases(hub, tuple((held.assignment, held.stage is Stage.SERVING) for held in group))
 
 
 def offered(held: Iterable[tuple[Assignment, Stage]]) -> tuple[tuple[ModelId, SliceId], ...]:

@@ -45,9 +45,10 @@ class HubsKnown:
 
 @dataclass(frozen=True, slots=True)
 class DemandSeen:
-    """Copies that gossiped tables say are open, over all slices."""
+    """Copies that gossiped tables say are open, over all slices that would fit in here, and how many nodes are idle."""
 
     open_copies: int
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +173,11 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class RenewLease:
+class RenewLeases:
+    """All leases that this hub renews, each with whether it serves; answer each with Renewed or RenewFailed."""
+
     hub: PeerId
-    assignment: Assignment
-    serving: bool
+    leases: tuple[tuple[Assignment, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class Drain:
 @dataclass(frozen=True, slots=True)
 class Release:
     hub: PeerId
-    assignment: Assignment
+    assignments: tuple[Assignment, ...]
 
 
-Command = PollHub | Fetch | LoadSlice | Attach | RenewLease | Drain | Release
+Command = PollHub | Fetch | LoadSlice | Attach | RenewLeases | Drain | Release

@@ -7,6 +7,7 @@ know models, experts or blocks.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,10 +17,11 @@ from kvasir_node.base.errors import Misbehaved, RejectReason
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import MarketSettings
 from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
-from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
+from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
 from kvasir_node.wire.envelope import SignFunction, open_record, seal, strip_membership, with_membership
+from kvasir_node.wire.lists import SLICES_MAX, TABLE_MODELS_MAX, TableRow
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
     TABLE_BYTES_MAX,
@@ -30,8 +32,8 @@ from kvasir_node.wire.messages import (
     NoOffer,
     Offer,
     Poll,
-    Renewal,
-    TableRow,
+    Renewals,
+    Verdicts,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,6 @@ DEMAND_KIND = "demand"
 TABLE_KIND = "table"
 IN_FLIGHT_MAX = 16  # calls of one peer
 MODELS_MAX = 4096  # whose names are remembered
-ROWS_MAX = 1500  # of a gossiped table; about 36 bytes each
 
 
 class Hub:
@@ -106,9 +107,10 @@ class Hub:
             case MarketMethod.POLL:
                 answer = self._on_poll(peer, Poll.from_bytes(body))
             case MarketMethod.RENEW:
-                answer = self._on_renew(peer, Renewal.from_bytes(body))
+                answer = self._on_renew(peer, Renewals.from_bytes(body))
             case MarketMethod.RELEASE:
-                self._market.release(peer, Renewal.from_bytes(body).lease)
+                for given_back in Renewals.from_bytes(body).leases:
+                    self._market.release(peer, given_back.lease)
                 answer = b""
             case _:
                 raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a hub has no method {method}")
@@ -147,6 +149,7 @@ class Hub:
             slice_bytes=said.slice_bytes,
             addresses=said.addresses,
             wants=said.wants,
+            near_rtt_s=said.near_rtt_s,
         )
         refused = self._market.report(demand, trio.current_time(), self._wall())
         if refused is not None:
@@ -170,7 +173,12 @@ class Hub:
     def _on_poll(self, peer: PeerId, poll: Poll) -> bytes:
         self._market.end_unlisted(peer, poll.busy)
         answer = self._market.poll(
-            peer, memory_bytes=poll.memory_bytes, have=poll.have, busy=poll.busy, now=trio.current_time()
+            peer,
+            memory_bytes=poll.memory_bytes,
+            have=poll.have,
+            busy=poll.busy,
+            round_trips=poll.round_trips,
+            now=trio.current_time(),
         )
         if not isinstance(answer, LeaseOffer):
             return NoOffer(answer).to_bytes()
@@ -186,18 +194,22 @@ class Hub:
         )
         return offer.to_bytes()
 
-    def _on_renew(self, peer: PeerId, renewal: Renewal) -> bytes:
-        key = (renewal.coordinator, renewal.model, renewal.slice)
-        ttl_s, reason = self._market.renew(peer, renewal.lease, key, progress=renewal.progress, now=trio.current_time())
-        if reason:
-            logger.info("the lease of %s on slice %s ends: %s", peer, renewal.slice, reason)
-        return LeaseVerdict(ttl_s, reason).to_bytes()
+    def _on_renew(self, peer: PeerId, renewals: Renewals) -> bytes:
+        reports = [
+            LeaseReport(each.lease, (each.coordinator, each.model, each.slice), each.progress)
+            for each in renewals.leases
+        ]
+        verdicts = self._market.renew_all(peer, reports, trio.current_time())
+        for renewal, (_, reason) in zip(renewals.leases, verdicts, strict=True):
+            if reason:
+                logger.info("the lease of %s on slice %s ends: %s", peer, renewal.slice, reason)
+        return Verdicts(tuple(LeaseVerdict(ttl_s, reason) for ttl_s, reason in verdicts)).to_bytes()
 
     def _rows(self) -> tuple[TableRow, ...]:
         """The table, the most wanted rows first when it must be cut."""
         rows = [TableRow(e.model, e.slice, e.want, e.proven, e.leased) for e in self._market.table()]
-        if len(rows) > ROWS_MAX:
-            rows = sorted(rows, key=lambda row: -row.open)[:ROWS_MAX]
+        if len(rows) > SLICES_MAX or len({row.model for row in rows}) > TABLE_MODELS_MAX:
+            rows = sorted(rows, key=lambda row: -row.open)[:SLICES_MAX]
         return tuple(rows)
 
     async def _publish(self, rows: tuple[TableRow, ...]) -> None:
@@ -209,6 +221,8 @@ class Hub:
             ttl_s=self._settings.demand_ttl_s,
             addresses=tuple(self._addresses()),
             rows=rows,
+            slice_bytes=self._market.slice_bytes(),
+            idle=self._market.idle_count(trio.current_time()),
         )
         self._table_changed(table)
         sealed = seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign)
@@ -283,11 +297,23 @@ class TableReader:
         now = trio.current_time()
         return {hub: skew_s for hub, (skew_s, until) in self._skews.items() if until > now}
 
-    def open_copies(self) -> int:
-        """Copies that the fresh tables say are open; hubs of one swarm tell of the same demand, so the most counts."""
+    def open_copies(self, memory_bytes: float = math.inf) -> int:
+        """Copies, of slices that fit into this memory, which the fresh tables say are open; hubs of one swarm tell of
+        the same demand, so the most counts."""
         now = trio.current_time()
         # An expired table says nothing, but its sequence is remembered for as long as a replay could pass as fresh.
         remembered = now - 2 * self._clock_skew_max_s
         self._tables = {hub: entry for hub, entry in self._tables.items() if entry[1] > remembered}
-        fresh = [table for table, until in self._tables.values() if until > now]
-        return max((sum(row.open for row in table.rows) for table in fresh), default=0)
+        return max((_open_in(table, memory_bytes) for table in self._fresh()), default=0)
+
+    def idle(self) -> int:
+        """Nodes that poll the hub with the longest queue of them."""
+        return max((table.idle for table in self._fresh()), default=0)
+
+    def _fresh(self) -> list[DemandTable]:
+        now = trio.current_time()
+        return [table for table, until in self._tables.values() if until > now]
+
+
+def _open_in(table: DemandTable, memory_bytes: float) -> int:
+    return sum(row.open for row in table.rows if table.slice_bytes.get(row.model, 0) <= memory_bytes)

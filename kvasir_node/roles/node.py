@@ -246,14 +246,14 @@ class Node:
 
     def _on_table(self, hub: PeerId, table: DemandTable) -> None:
         if self._tables.keep(hub, table) and self.worker is not None:
-            self.worker.tell(DemandSeen(self._tables.open_copies()))
+            self.worker.tell(DemandSeen(self._tables.open_copies(), self._tables.idle()))
 
     async def _follow_tables(self) -> None:
         """Hears the tables of other hubs; the validator keeps what is new and true."""
         received = await self._gossip.subscribe(self._topic, lambda _, data: self._tables.take(data))
         async for _ in received:
             assert self.worker is not None
-            self.worker.tell(DemandSeen(self._tables.open_copies()))
+            self.worker.tell(DemandSeen(self._tables.open_copies(), self._tables.idle()))
 
     async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
         if hub == self._transport.peer_id and self.hub is not None:

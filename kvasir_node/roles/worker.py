@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import trio
 
-from kvasir_node.base.errors import KvasirError, PeerError
+from kvasir_node.base.errors import KvasirError, Misbehaved, PeerError, RejectReason
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import WorkerSnapshot
@@ -31,7 +31,16 @@ from kvasir_node.roles.holdings import Holdings
 from kvasir_node.roles.link import Compute, Link, compute_here
 from kvasir_node.roles.loading import pick_device, thread_count
 from kvasir_node.wire.blobs import BlobRef
-from kvasir_node.wire.messages import LeaseVerdict, MarketMethod, Offer, Poll, Renewal, read_poll_answer
+from kvasir_node.wire.messages import (
+    RENEWALS_MAX,
+    MarketMethod,
+    Offer,
+    Poll,
+    Renewal,
+    Renewals,
+    Verdicts,
+    read_poll_answer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ PROBLEM_SHOWN_S = 60.0  # a failed step is a warning of the node for this long
 _STATE_ORDER = (Stage.SERVING, Stage.TRIAL, Stage.LOADING, Stage.FETCHING, Stage.DRAINING)
 _STEP_FETCH, _STEP_LOAD, _STEP_ATTACH = range(3)  # in the order in which a slice takes them
 _LinkKey = tuple[PeerId, ModelId, str]  # coordinator, model, dtype
+_Events = tuple[placement.Event, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +105,9 @@ class Worker:
         self._compute = compute
         self._run_blocking = run_blocking or partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(1))
         market, worker = settings.market, settings.worker
-        limits = PlacementLimits(worker.slices_max, market.poll_interval_s, market.renew_interval_s)
+        limits = PlacementLimits(
+            worker.slices_max, market.poll_interval_s, market.renew_interval_s, renewals_max=RENEWALS_MAX
+        )
         self._mind = Placement(limits, random.Random(seed))
         device = pick_device(settings.node.device)
         threads = Threads(thread_count(settings.node.threads))
@@ -157,11 +169,11 @@ class Worker:
         match command:
             case placement.PollHub(hub):
                 self._start(partial(self._poll, hub), placement.PollFailed(hub))
-            case placement.RenewLease(hub, assignment, serving):
-                failed = placement.RenewFailed(assignment.lease, hub)
-                self._start(partial(self._renew, hub, assignment, serving), failed)
-            case placement.Release(hub, assignment):
-                self._start(partial(self._release, hub, assignment), None)
+            case placement.RenewLeases(hub, leases):
+                failed = [placement.RenewFailed(assignment.lease, hub) for assignment, _ in leases]
+                self._start(partial(self._renew, hub, leases), *failed)
+            case placement.Release(hub, assignments):
+                self._start(partial(self._release, hub, assignments))
             case placement.Drain(assignment):
                 step = self._steps.pop(assignment.lease, None)
                 if step is not None:
@@ -174,18 +186,18 @@ class Worker:
             case placement.Attach(assignment):
                 self._start_step(assignment, _STEP_ATTACH, self._attach)
 
-    def _start(self, act: Callable[[], Awaitable[placement.Event | None]], failed: placement.Event | None) -> None:
+    def _start(self, act: Callable[[], Awaitable[_Events]], *failed: placement.Event) -> None:
         self._start_task(partial(self._carry_out, act, failed))
 
     def _start_step(self, assignment: Assignment, kind: int, act: Callable[[Assignment], Awaitable[None]]) -> None:
         step = self._steps[assignment.lease] = _Step()
         self._start_task(partial(self._take_step, step, kind, assignment, partial(act, assignment)))
 
-    def _start_task(self, task: Callable[[], Awaitable[placement.Event | None]]) -> None:
+    def _start_task(self, task: Callable[[], Awaitable[_Events]]) -> None:
         async def run() -> None:
-            event = await task()
+            events = await task()
             self._under_way -= 1
-            if event is not None:
+            for event in events:
                 self.tell(event)
             self._settled.unpark_all()
 
@@ -193,9 +205,7 @@ class Worker:
         self._under_way += 1
         self._nursery.start_soon(run)
 
-    async def _carry_out(
-        self, act: Callable[[], Awaitable[placement.Event | None]], failed: placement.Event | None
-    ) -> placement.Event | None:
+    async def _carry_out(self, act: Callable[[], Awaitable[_Events]], failed: _Events) -> _Events:
         try:
             return await act()
         except KvasirError as error:
@@ -206,14 +216,14 @@ class Worker:
 
     async def _take_step(
         self, step: _Step, kind: int, assignment: Assignment, act: Callable[[], Awaitable[None]]
-    ) -> placement.Event | None:
+    ) -> _Events:
         try:
             with step.scope:
                 await act()
                 self._advance(assignment.lease)
                 self._clear_problem(assignment, kind)
-                return placement.StepDone(assignment.lease)
-            return None  # the lease ended meanwhile
+                return (placement.StepDone(assignment.lease),)
+            return ()  # the lease ended meanwhile
         except KvasirError as error:
             logger.warning("slice %s: %s", assignment.slice, error)
             self._note_problem(assignment, kind, str(error), is_lost=isinstance(error, PeerError))
@@ -224,7 +234,7 @@ class Worker:
             retry = False
         finally:
             step.ended.set()
-        return placement.StepFailed(assignment.lease, retry=retry)
+        return (placement.StepFailed(assignment.lease, retry=retry),)
 
     def _note_problem(self, assignment: Assignment, kind: int, text: str, *, is_lost: bool = False) -> None:
         words = f"slice {assignment.slice} of this worker: {text}"
@@ -242,16 +252,16 @@ class Worker:
 
     # The market -----------------------------------------------------------------------------------------------
 
-    async def _poll(self, hub: PeerId) -> placement.Event:
+    async def _poll(self, hub: PeerId) -> _Events:
         poll = Poll(self._room(), have=(), busy=placement.offered(self._mind.stages().values()))
         answer = read_poll_answer(await self._ask_hub(hub, MarketMethod.POLL, poll.to_bytes()))
         if not isinstance(answer, Offer):
-            return placement.NothingOffered(answer.retry_after_s)
+            return (placement.NothingOffered(answer.retry_after_s),)
         logger.info("took a lease on slice %s of %s", answer.slice, answer.model)
         assignment = Assignment(
             answer.lease, answer.model, answer.dtype, answer.slice, answer.coordinator, answer.addresses, hub
         )
-        return placement.OfferReceived(assignment, answer.ttl_s)
+        return (placement.OfferReceived(assignment, answer.ttl_s),)
 
     def _room(self) -> int:
         """Memory that is free when all that is being fetched has come; what a slice of an unknown model takes is
@@ -264,22 +274,30 @@ class Worker:
                 coming += self._settings.market.slice_bytes if known is None else known
         return max(0, self._settings.worker.memory_bytes - self._holdings.reserved_bytes - coming)
 
-    async def _renew(self, hub: PeerId, assignment: Assignment, serving: bool) -> placement.Event:
-        request = self._renewal(assignment, serving)
-        verdict = LeaseVerdict.from_bytes(await self._ask_hub(hub, MarketMethod.RENEW, request))
-        if verdict.ttl_s <= 0:
-            logger.info("the lease on slice %s ends: %s", assignment.slice, verdict.reason)
-        return placement.Renewed(assignment.lease, verdict.ttl_s)
+    async def _renew(self, hub: PeerId, leases: Sequence[tuple[Assignment, bool]]) -> _Events:
+        request = Renewals(tuple(self._renewal(assignment, serving) for assignment, serving in leases))
+        verdicts = Verdicts.from_bytes(await self._ask_hub(hub, MarketMethod.RENEW, request.to_bytes())).verdicts
+        if len(verdicts) != len(leases):
+            raise Misbehaved(
+                RejectReason.BAD_MESSAGE, f"hub {hub} answered {len(leases)} renewals with {len(verdicts)} verdicts"
+            )
+        for (assignment, _), verdict in zip(leases, verdicts, strict=True):
+            if verdict.ttl_s <= 0:
+                logger.info("the lease on slice %s ends: %s", assignment.slice, verdict.reason)
+        return tuple(
+            placement.Renewed(assignment.lease, verdict.ttl_s)
+            for (assignment, _), verdict in zip(leases, verdicts, strict=True)
+        )
 
-    async def _release(self, hub: PeerId, assignment: Assignment) -> None:
-        """A hub that is not told loses nothing: the lease expires by itself."""
-        await self._ask_hub(hub, MarketMethod.RELEASE, self._renewal(assignment, serving=False))
+    async def _release(self, hub: PeerId, assignments: Sequence[Assignment]) -> _Events:
+        """A hub that is not told loses nothing: the leases expire by themselves."""
+        request = Renewals(tuple(self._renewal(assignment, serving=False) for assignment in assignments))
+        await self._ask_hub(hub, MarketMethod.RELEASE, request.to_bytes())
+        return ()
 
-    def _renewal(self, assignment: Assignment, serving: bool) -> bytes:
+    def _renewal(self, assignment: Assignment, serving: bool) -> Renewal:
         progress = self._progress.get(assignment.lease, 0)
-        return Renewal(
-            assignment.lease, assignment.model, assignment.slice, assignment.coordinator, serving, progress
-        ).to_bytes()
+        return Renewal(assignment.lease, assignment.model, assignment.slice, assignment.coordinator, serving, progress)
 
     # Fetch, load, attach, leave -------------------------------------------------------------------------------
 
@@ -357,7 +375,7 @@ class Worker:
         self.calls += 1
         self.rows += rows
 
-    async def _drain(self, assignment: Assignment, step: _Step | None) -> placement.Event:
+    async def _drain(self, assignment: Assignment, step: _Step | None) -> _Events:
         """Orderly: tell the coordinator, answer what is still on its way, then forget the weights."""
         if step is not None:
             await step.ended.wait()
@@ -376,7 +394,7 @@ class Worker:
                 self._forget_link(link)
                 link.close()
         logger.info("left slice %s", assignment.slice)
-        return placement.Drained(assignment.lease)
+        return (placement.Drained(assignment.lease),)
 
     def snapshot(self) -> WorkerSnapshot:
         stages = self._mind.stages()

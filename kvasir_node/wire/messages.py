@@ -4,8 +4,8 @@
 |---|---|---|---|
 | /kvasir/market/1.0.0 | REPORT | signed DemandRecord | empty |
 | | POLL | Poll | Offer, or NoOffer |
-| | RENEW | Renewal | LeaseVerdict |
-| | RELEASE | Renewal | empty |
+| | RENEW | Renewals: those of one worker at one hub | Verdicts, in their order |
+| | RELEASE | Renewals | empty |
 | /kvasir/experts/1.0.0 | ATTACH | Attachment (worker) | empty |
 | | DETACH | Attachment (worker) | empty, after which no new call comes |
 | | COMPUTE | see wire/tensors.py (coordinator) | |
@@ -13,39 +13,66 @@
 | | EXPRESS | empty (worker) | an invitation (net/express_door.py), or empty |
 | pubsub topic | | signed DemandTable (hub) | |
 
-It does not know who may send what: that is for roles/ and decide/.
+It does not know who may send what: that is for roles/ and decide/. Lists of slices are spelled as runs (wire/columns);
+peers and models are spelled once in a message, in the order of their first use, and numbered from there on.
 What a sender lists beyond a bound (addresses, proven peers, rows of a table) is left out by `to_bytes`, the last first:
 a record that is cut still says something, one that is refused says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any
 
-from kvasir_node.base.errors import DataError, Misbehaved, RejectReason, UsageError
-from kvasir_node.base.ids import ModelId, PeerId, SliceId, parse_cid, parse_slice
+from kvasir_node.base.errors import Misbehaved, RejectReason, UsageError
+from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.wire.codec import Fields, decode, encode, is_plain_text
+from kvasir_node.wire.codec import Fields, decode, encode
+from kvasir_node.wire.lists import (
+    MEMORY_MAX,
+    SLICES_MAX,
+    TableRow,
+    check_numbered,
+    numbered,
+    of_first_models,
+    read_pairs,
+    read_rows,
+    read_wants,
+    spell_pairs,
+    spell_rows,
+    spell_wants,
+)
+from kvasir_node.wire.readers import (
+    ADDRESSES_MAX,
+    COUNT_MAX,
+    NAME_CHARS_MAX,
+    bad,
+    cut_addresses,
+    no_repeats,
+    read_address,
+    read_dtype,
+    read_integer,
+    read_model,
+    read_number,
+    read_peer,
+    read_row,
+    read_slice,
+    read_text,
+)
 
 MARKET_PROTOCOL = "/kvasir/market/1.0.0"
 EXPERTS_PROTOCOL = "/kvasir/experts/1.0.0"
 BLOCKS_PROTOCOL = "/kvasir/blocks/1.0.0"
 MESSAGE_BYTES_MAX = 1 << 20
 TABLE_BYTES_MAX = 60_000  # under gossipsub's 64 KiB
-ADDRESSES_MAX = 16
-SLICES_MAX = 4096
-PROVEN_MAX = 256  # peers listed for one slice
-TABLE_MODELS_MAX = 64  # of one demand table
-DTYPES = ("float32", "bfloat16", "int8")  # that experts are computed in; int8 = of their weights alone
-_ADDRESS_CHARS_MAX = 256
-_NAME_CHARS_MAX = 128
-_COUNT_MAX = 1 << 20
+RENEWALS_MAX = 256  # leases in one message; a worker with more sends several
+ROUND_TRIPS_MAX = 64  # told in one poll
+NEAR_RTT_S = 0.005  # of what a coordinator calls near when it has measured nothing better: one local network
 _CLOCK_MAX = 1e11  # seconds since 1970
+_SECONDS_MAX = 86_400
 _SEQUENCE_MAX = 1 << 62
-_TABLE_HEADS_BYTES = 4  # the heads of its two lists grow by at most two bytes each
 
 
 class MarketMethod(IntEnum):
@@ -82,7 +109,8 @@ class DemandRecord:
     slots: int
     busy: int
     queued: int
-    wants: tuple[Wanted, ...]
+    wants: tuple[Wanted, ...]  # ascending by slice
+    near_rtt_s: float = NEAR_RTT_S  # nearer workers help with a share of every layer, others with whole layers
 
     def to_bytes(self) -> bytes:
         return encode(
@@ -92,14 +120,15 @@ class DemandRecord:
                 "at": float(self.issued_at),
                 "ttl": float(self.ttl_s),
                 "model": str(self.model),
-                "name": self.model_name[:_NAME_CHARS_MAX],
+                "name": self.model_name[:NAME_CHARS_MAX],
                 "dtype": self.dtype,
                 "bytes": self.slice_bytes,
-                "addrs": _addresses(self.addresses),
+                "addrs": cut_addresses(self.addresses),
                 "slots": self.slots,
                 "busy": self.busy,
                 "queued": self.queued,
-                "wants": [[str(w.slice), w.want, [str(p) for p in w.proven[:PROVEN_MAX]]] for w in self.wants],
+                "near": float(self.near_rtt_s),
+                **spell_wants(self.wants),
             }
         )
 
@@ -110,39 +139,51 @@ class DemandRecord:
             epoch=fields.integer("epoch", 0, _SEQUENCE_MAX),
             sequence=fields.integer("seq", 0, _SEQUENCE_MAX),
             issued_at=fields.number("at", 0, _CLOCK_MAX),
-            ttl_s=fields.number("ttl", 0, 86_400),
-            model=_model(fields.text("model", 64)),
-            model_name=fields.text("name", _NAME_CHARS_MAX),
-            dtype=_dtype(fields.text("dtype", 16)),
-            slice_bytes=fields.integer("bytes", 0, 1 << 50),
+            ttl_s=fields.number("ttl", 0, _SECONDS_MAX),
+            model=read_model(fields.text("model", 64)),
+            model_name=fields.text("name", NAME_CHARS_MAX),
+            dtype=read_dtype(fields.text("dtype", 16)),
+            slice_bytes=fields.integer("bytes", 0, MEMORY_MAX),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
-            slots=fields.integer("slots", 0, _COUNT_MAX),
-            busy=fields.integer("busy", 0, _COUNT_MAX),
-            queued=fields.integer("queued", 0, _COUNT_MAX),
-            wants=fields.items("wants", SLICES_MAX, _want),
+            slots=fields.integer("slots", 0, COUNT_MAX),
+            busy=fields.integer("busy", 0, COUNT_MAX),
+            queued=fields.integer("queued", 0, COUNT_MAX),
+            near_rtt_s=fields.number("near", 0, _SECONDS_MAX),
+            wants=read_wants(fields),
         )
         fields.end()
-        _no_repeats("slice", [wanted.slice for wanted in record.wants])
         return record
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """An idle worker asks. `have` lists slices whose blocks are on its disk; `busy` those it holds a lease on."""
+    """An idle worker asks. `have` lists slices whose blocks are on its disk; `busy` those it holds a lease on;
+    `round_trips` (s) the coordinators that it is connected to. All ascend."""
 
     memory_bytes: int
     have: tuple[tuple[ModelId, SliceId], ...]
     busy: tuple[tuple[ModelId, SliceId], ...]
+    round_trips: tuple[tuple[PeerId, float], ...] = ()
 
     def to_bytes(self) -> bytes:
-        return encode({"memory": self.memory_bytes, "have": _pairs(self.have), "busy": _pairs(self.busy)})
+        return encode(
+            {
+                "memory": self.memory_bytes,
+                "have": spell_pairs(self.have),
+                "busy": spell_pairs(self.busy),
+                "rtts": [[str(peer), float(rtt_s)] for peer, rtt_s in sorted(self.round_trips)[:ROUND_TRIPS_MAX]],
+            }
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Poll:
         fields = _read(data, "poll")
-        memory = fields.integer("memory", 0, 1 << 50)
-        poll = cls(memory, fields.items("have", SLICES_MAX, _pair), fields.items("busy", SLICES_MAX, _pair))
+        memory = fields.integer("memory", 0, MEMORY_MAX)
+        have, busy = read_pairs(fields, "have"), read_pairs(fields, "busy")
+        poll = cls(memory, have, busy, fields.items("rtts", ROUND_TRIPS_MAX, _round_trip))
         fields.end()
+        if list(poll.round_trips) != sorted(dict(poll.round_trips).items()):
+            raise Misbehaved(RejectReason.BAD_MESSAGE, "round trips are listed once for each peer, in ascending order")
         return poll
 
 
@@ -166,7 +207,7 @@ class Offer:
                 "dtype": self.dtype,
                 "slice": str(self.slice),
                 "peer": str(self.coordinator),
-                "addrs": _addresses(self.addresses),
+                "addrs": cut_addresses(self.addresses),
                 "ttl": float(self.ttl_s),
             }
         )
@@ -185,16 +226,16 @@ class NoOffer:
 def read_poll_answer(data: bytes | memoryview) -> Offer | NoOffer:
     fields = _read(data, "offer")
     if fields.has("retry"):
-        answer: Offer | NoOffer = NoOffer(fields.number("retry", 0, 86_400))
+        answer: Offer | NoOffer = NoOffer(fields.number("retry", 0, _SECONDS_MAX))
     else:
         answer = Offer(
             lease=fields.text("lease", 64),
-            model=_model(fields.text("model", 64)),
-            dtype=_dtype(fields.text("dtype", 16)),
-            slice=_slice(fields.text("slice", 32)),
-            coordinator=PeerId(fields.text("peer", 64)),
+            model=read_model(fields.text("model", 64)),
+            dtype=read_dtype(fields.text("dtype", 16)),
+            slice=read_slice(fields.text("slice", 32)),
+            coordinator=read_peer(fields.text("peer", 64)),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
-            ttl_s=fields.number("ttl", 0, 86_400),
+            ttl_s=fields.number("ttl", 0, _SECONDS_MAX),
         )
     fields.end()
     return answer
@@ -212,49 +253,62 @@ class Renewal:
     serving: bool  # proven and connected
     progress: int  # grows while the worker gets anywhere (bytes fetched, steps done)
 
+
+@dataclass(frozen=True, slots=True)
+class Renewals:
+    """The leases of one worker at one hub travel together: 64 of them cost one stream, as one does."""
+
+    leases: tuple[Renewal, ...]
+
     def to_bytes(self) -> bytes:
-        return encode(
-            {
-                "lease": self.lease,
-                "model": str(self.model),
-                "slice": str(self.slice),
-                "peer": str(self.coordinator),
-                "serving": self.serving,
-                "progress": self.progress,
-            }
-        )
+        """Raises UsageError beyond RENEWALS_MAX: a lease that is left out would end."""
+        if len(self.leases) > RENEWALS_MAX:
+            raise UsageError(f"{len(self.leases)} leases in one message; at most {RENEWALS_MAX}")
+        models, of_model = numbered(lease.model for lease in self.leases)
+        peers, of_peer = numbered(lease.coordinator for lease in self.leases)
+        rows = [
+            [lease.lease, model, peer, str(lease.slice), lease.serving, lease.progress]
+            for lease, model, peer in zip(self.leases, of_model, of_peer, strict=True)
+        ]
+        return encode({"models": list(models), "peers": list(peers), "leases": rows})
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Renewal:
-        fields = _read(data, "renewal")
-        renewal = cls(
-            lease=fields.text("lease", 64),
-            model=_model(fields.text("model", 64)),
-            slice=_slice(fields.text("slice", 32)),
-            coordinator=PeerId(fields.text("peer", 64)),
-            serving=fields.boolean("serving"),
-            progress=fields.integer("progress", 0, _SEQUENCE_MAX),
-        )
+    def from_bytes(cls, data: bytes | memoryview) -> Renewals:
+        fields = _read(data, "renewals")
+        models = fields.items("models", RENEWALS_MAX, read_model)
+        peers = fields.items("peers", RENEWALS_MAX, read_peer)
+        rows = fields.items("leases", RENEWALS_MAX, lambda item: read_row(item, 6, "a lease with what it is about"))
         fields.end()
-        return renewal
+        check_numbered("model", models, [row[1] for row in rows])
+        check_numbered("peer", peers, [row[2] for row in rows])
+        leases = tuple(_renewal(row, models, peers) for row in rows)
+        no_repeats("lease", [lease.lease for lease in leases])
+        return cls(leases)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseVerdict:
-    """The hub's answer to a renewal; `ttl_s` 0 = the lease has ended, and `reason` says why."""
+    """What a hub says to one renewal; `ttl_s` 0 = the lease has ended, and `reason` says why."""
 
     ttl_s: float
     reason: str
 
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The answer to Renewals, one for each and in their order."""
+
+    verdicts: tuple[LeaseVerdict, ...]
+
     def to_bytes(self) -> bytes:
-        return encode({"ttl": float(self.ttl_s), "reason": self.reason})
+        return encode({"verdicts": [[float(verdict.ttl_s), verdict.reason] for verdict in self.verdicts]})
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> LeaseVerdict:
-        fields = _read(data, "verdict")
-        verdict = cls(fields.number("ttl", 0, 86_400), fields.text("reason", 200))
+    def from_bytes(cls, data: bytes | memoryview) -> Verdicts:
+        fields = _read(data, "verdicts")
+        verdicts = cls(fields.items("verdicts", RENEWALS_MAX, _verdict))
         fields.end()
-        return verdict
+        return verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +325,8 @@ class Attachment:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Attachment:
         fields = _read(data, "attachment")
-        model, dtype = _model(fields.text("model", 64)), _dtype(fields.text("dtype", 16))
-        attachment = cls(model, dtype, fields.items("slices", SLICES_MAX, _slice))
+        model, dtype = read_model(fields.text("model", 64)), read_dtype(fields.text("dtype", 16))
+        attachment = cls(model, dtype, fields.items("slices", SLICES_MAX, read_slice))
         fields.end()
         return attachment
 
@@ -290,24 +344,9 @@ class Standing:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Standing:
         fields = _read(data, "standing")
-        standing = cls(_slice(fields.text("slice", 32)), fields.text("state", 16))
+        standing = cls(read_slice(fields.text("slice", 32)), fields.text("state", 16))
         fields.end()
         return standing
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """One slice in a hub's demand table: copies wanted, proven, and leased but not proven yet."""
-
-    model: ModelId
-    slice: SliceId
-    want: int
-    proven: int
-    leased: int
-
-    @property
-    def open(self) -> int:
-        return max(0, self.want - self.proven - self.leased)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,21 +358,34 @@ class DemandTable:
     issued_at: float
     ttl_s: float
     addresses: tuple[str, ...]  # of the hub
-    rows: tuple[TableRow, ...]
+    rows: tuple[TableRow, ...]  # ascending by model and slice
+    slice_bytes: Mapping[ModelId, int] = field(default_factory=dict[ModelId, int])  # of one slice in memory, at least
+    idle: int = 0  # nodes that poll this hub and hold nothing: who polls at once with them should take its time
 
     def to_bytes(self) -> bytes:
         """At most TABLE_BYTES_MAX: rows that do not fit are left out, the last first."""
-        table = {
-            "epoch": self.epoch,
-            "seq": self.sequence,
-            "at": float(self.issued_at),
-            "ttl": float(self.ttl_s),
-            "addrs": _addresses(self.addresses),
-            "models": [],
-            "rows": [],
-        }
-        models, rows = _fitting_rows(self.rows, TABLE_BYTES_MAX - len(encode(table)) - _TABLE_HEADS_BYTES)
-        return encode(table | {"models": models, "rows": rows})
+        rows = of_first_models(self.rows)
+        spelled = self._spelled(rows)
+        if len(spelled) <= TABLE_BYTES_MAX:
+            return spelled
+        fits, too_many = 0, len(rows)
+        while too_many - fits > 1:
+            tried = (fits + too_many) // 2
+            fits, too_many = (tried, too_many) if len(self._spelled(rows[:tried])) <= TABLE_BYTES_MAX else (fits, tried)
+        return self._spelled(rows[:fits])
+
+    def _spelled(self, rows: Sequence[TableRow]) -> bytes:
+        return encode(
+            {
+                "epoch": self.epoch,
+                "seq": self.sequence,
+                "at": float(self.issued_at),
+                "ttl": float(self.ttl_s),
+                "addrs": cut_addresses(self.addresses),
+                "idle": self.idle,
+                "models": spell_rows(rows, self.slice_bytes),
+            }
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DemandTable:
@@ -341,12 +393,12 @@ class DemandTable:
         epoch = fields.integer("epoch", 0, _SEQUENCE_MAX)
         sequence = fields.integer("seq", 0, _SEQUENCE_MAX)
         issued_at = fields.number("at", 0, _CLOCK_MAX)
-        ttl_s = fields.number("ttl", 0, 86_400)
+        ttl_s = fields.number("ttl", 0, _SECONDS_MAX)
         addresses = fields.items("addrs", ADDRESSES_MAX, read_address)
-        models = fields.items("models", TABLE_MODELS_MAX, _model)
-        rows = fields.items("rows", SLICES_MAX, lambda item: _row(item, models))
+        idle = fields.integer("idle", 0, COUNT_MAX)
+        rows, slice_bytes = read_rows(fields, "models")
         fields.end()
-        return cls(epoch, sequence, issued_at, ttl_s, addresses, rows)
+        return cls(epoch, sequence, issued_at, ttl_s, addresses, rows, slice_bytes, idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,16 +411,16 @@ class About:
     addresses: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        name, addresses = self.name[:_NAME_CHARS_MAX], _addresses(self.addresses)
+        name, addresses = self.name[:NAME_CHARS_MAX], cut_addresses(self.addresses)
         return encode({"name": name, "version": self.version, "roles": list(self.roles), "addrs": addresses})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> About:
         fields = _read(data, "about")
         about = cls(
-            name=fields.text("name", _NAME_CHARS_MAX),
+            name=fields.text("name", NAME_CHARS_MAX),
             version=fields.text("version", 32),
-            roles=fields.items("roles", 3, lambda item: _text(item, 16)),
+            roles=fields.items("roles", 3, lambda item: read_text(item, 16)),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
         )
         fields.end()
@@ -379,99 +431,24 @@ def _read(data: bytes | memoryview, what: str) -> Fields:
     return Fields(decode(data, max_bytes=MESSAGE_BYTES_MAX, what=what), what)
 
 
-def _bad(expected: str, value: Any) -> Misbehaved:
-    return Misbehaved(RejectReason.BAD_MESSAGE, f"expected {expected}; got {repr(value)[:60]}")
+def _round_trip(value: Any) -> tuple[PeerId, float]:
+    peer, rtt_s = read_row(value, 2, "a peer and its round trip")
+    return read_peer(peer), read_number(rtt_s, _SECONDS_MAX)
 
 
-def _addresses(addresses: tuple[str, ...]) -> list[str]:
-    return list(addresses[:ADDRESSES_MAX])
+def _renewal(row: Sequence[Any], models: Sequence[ModelId], peers: Sequence[PeerId]) -> Renewal:
+    if type(row[4]) is not bool:
+        raise bad("true or false", row[4])
+    return Renewal(
+        lease=read_text(row[0], 64),
+        model=models[int(row[1])],
+        slice=read_slice(row[3]),
+        coordinator=peers[int(row[2])],
+        serving=row[4],
+        progress=read_integer(row[5], _SEQUENCE_MAX),
+    )
 
 
-def _fitting_rows(rows: tuple[TableRow, ...], bytes_max: int) -> tuple[list[str], list[list[Any]]]:
-    """The models and rows, as they are spelled, of as many rows as fit, first come first."""
-    order: dict[ModelId, int] = {}
-    spelled: list[list[Any]] = []
-    used = 0
-    for row in rows[:SLICES_MAX]:
-        index = order.get(row.model, len(order))
-        item = [index, str(row.slice), row.want, row.proven, row.leased]
-        used += len(encode(item)) + (len(encode(str(row.model))) if index == len(order) else 0)
-        if used > bytes_max or index == TABLE_MODELS_MAX:
-            break
-        order[row.model] = index
-        spelled.append(item)
-    return [str(model) for model in order], spelled
-
-
-def _no_repeats(what: str, values: Sequence[object]) -> None:
-    if len(set(values)) != len(values):
-        raise Misbehaved(RejectReason.BAD_MESSAGE, f"a {what} is listed twice among {len(values)}")
-
-
-def _text(value: Any, max_chars: int) -> str:
-    if not is_plain_text(value, max_chars):
-        raise _bad(f"text of at most {max_chars} characters, none a control character", value)
-    return value
-
-
-def read_address(value: Any) -> str:
-    text = _text(value, _ADDRESS_CHARS_MAX)
-    if not text.startswith("/"):
-        raise _bad("a multiaddr", value)
-    return text
-
-
-def _model(value: Any) -> ModelId:
-    try:
-        return ModelId(parse_cid(_text(value, 64)))
-    except DataError as error:
-        raise _bad("a model id", value) from error
-
-
-def _dtype(value: str) -> str:
-    if value not in DTYPES:
-        raise _bad(f"one of {', '.join(DTYPES)}", value)
-    return value
-
-
-def _slice(value: Any) -> SliceId:
-    try:
-        return parse_slice(_text(value, 32))
-    except UsageError as error:
-        raise _bad("a slice", value) from error
-
-
-def _pair(value: Any) -> tuple[ModelId, SliceId]:
-    if type(value) is not list or len(value) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise _bad("a model and a slice", value)
-    return _model(value[0]), _slice(value[1])
-
-
-def _pairs(values: tuple[tuple[ModelId, SliceId], ...]) -> list[list[str]]:
-    return [[str(model), str(part)] for model, part in values]
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _COUNT_MAX:
-        raise _bad("a count", value)
-    return value
-
-
-def _want(value: Any) -> Wanted:
-    if type(value) is not list or len(value) != 3:  # pyright: ignore[reportUnknownArgumentType]
-        raise _bad("a slice, its want and its proven peers", value)
-    part, want, peers = cast("list[Any]", value)
-    if type(peers) is not list or len(cast("list[Any]", peers)) > PROVEN_MAX:
-        raise _bad(f"a list of at most {PROVEN_MAX} peers", peers)
-    proven = tuple(PeerId(_text(peer, 64)) for peer in cast("list[Any]", peers))
-    _no_repeats("proven peer", proven)
-    return Wanted(_slice(part), _count(want), proven)
-
-
-def _row(value: Any, models: tuple[ModelId, ...]) -> TableRow:
-    if type(value) is not list or len(value) != 5:  # pyright: ignore[reportUnknownArgumentType]
-        raise _bad("a row of the demand table", value)
-    index = _count(value[0])
-    if index >= len(models):
-        raise _bad("the index of a model in the table", value[0])
-    return TableRow(models[index], _slice(value[1]), _count(value[2]), _count(value[3]), _count(value[4]))
+def _verdict(value: Any) -> LeaseVerdict:
+    ttl_s, reason = read_row(value, 2, "a time to live and a reason")
+    return LeaseVerdict(read_number(ttl_s, _SECONDS_MAX), read_text(reason, 200))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvasir_node.base.errors import Misbehaved, UsageError
 from kvasir_node.wire.codec import Fields, decode, encode
-from kvasir_node.wire.messages import ADDRESSES_MAX, read_address
+from kvasir_node.wire.readers import ADDRESSES_MAX, read_address
 
 PREFIX = "kvasir1"
 SECRET_BYTES = 32

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvasir_node.base.errors import RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits, TableEntry
+from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits, TableEntry
 
 CARL, CORA = PeerId("carl"), PeerId("cora")  # coordinators
 WILL, WANDA, WU = PeerId("will"), PeerId("wanda"), PeerId("wu")  # workers
@@ -54,8 +54,9 @@ class World:
         )
         return self.market.report(demand, self.now, WALL + self.now)
 
-    def poll(self, worker, *, have=(), busy=(), memory_bytes=RICH):
-        return self.market.poll(worker, memory_bytes=memory_bytes, have=have, busy=busy, now=self.now)
+    def poll(self, worker, *, have=(), busy=(), memory_bytes=RICH, rtt_s=0.0):
+        away = [(CARL, rtt_s)]
+        return self.market.poll(worker, memory_bytes=memory_bytes, have=have, busy=busy, round_trips=away, now=self.now)
 
     def lease(self, worker, **asked: object) -> LeaseOffer:
         offer = self.poll(worker, **asked)
@@ -323,6 +324,55 @@ def proven_crew(world: World) -> list[tuple[PeerId, LeaseOffer]]:
         world.report(wanted(3, *(worker for worker, _ in crew[:count])), ttl_s=1e6)
         world.now += 1.0
     return crew
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "layers"),
+    [
+        (0.0, [0, 1, 2, 0, 1, 2]),  # near, or not measured yet: a share of every layer
+        (0.0049, [0, 1, 2, 0, 1, 2]),
+        (0.005, [0, 0, 1, 1, 2, 2]),  # far: whole layers, as each costs a round trip
+    ],
+)
+def test_a_worker_far_from_the_coordinator_takes_whole_layers_and_a_near_one_a_share_of_every_layer(rtt_s, layers):
+    world = World()
+    world.report(*(wanted(1, part=SliceId(layer, first, first + 3)) for first in (0, 4) for layer in range(3)))
+    got = [world.lease(WILL, rtt_s=rtt_s).slice.layer for _ in range(6)]
+    assert got == layers
+
+
+def test_a_far_worker_completes_its_layer_though_others_are_scarcer():
+    world = World()
+    last = SliceId(0, 8, 11)
+    world.report(wanted(2, part=LOW), wanted(2, part=HIGH))
+    first = world.lease(WILL, rtt_s=0.1)
+    world.report(
+        wanted(2, part=LOW), wanted(2, part=HIGH), wanted(2, WANDA, part=last), wanted(2, part=SliceId(1, 0, 3))
+    )
+    assert world.lease(WILL, rtt_s=0.1).slice.layer == first.slice.layer == 0
+    assert world.lease(WILL, rtt_s=0.1).slice == last
+    assert world.lease(WILL, rtt_s=0.1).slice.layer == 1
+
+
+def test_leases_that_are_renewed_together_are_judged_each_by_itself_in_order():
+    world = World()
+    world.report(wanted(1, part=LOW), wanted(1, part=HIGH), ttl_s=1e6)
+    low, high = world.lease(WILL), world.lease(WILL)
+    reports = [
+        LeaseReport(low.lease, (CARL, MODEL, low.slice), 1),
+        LeaseReport("made up", (CARL, MODEL, high.slice), 1),
+        LeaseReport(high.lease, (CARL, MODEL, high.slice), 1),
+    ]
+    ended = (0.0, "unknown or ended lease")
+    assert world.market.renew_all(WILL, reports, 1.0) == [(15.0, ""), ended, (15.0, "")]
+    assert world.market.renew_all(WANDA, reports, 1.0) == [ended] * 3
+
+
+def test_the_smallest_slice_of_a_model_is_what_a_node_needs_room_for():
+    world = World()
+    world.report(wanted(1), slice_bytes=100)
+    world.report(wanted(1), issuer=CORA, slice_bytes=70)
+    assert world.market.slice_bytes() == {MODEL: 70}
 
 
 def test_surplus_leaves_one_by_one_the_least_useful_first():

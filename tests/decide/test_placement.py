@@ -26,7 +26,7 @@ from kvasir_node.decide.placement import (
     Release,
     Renewed,
     RenewFailed,
-    RenewLease,
+    RenewLeases,
     Resumed,
     Stage,
     StandingTold,
@@ -76,11 +76,15 @@ class Player:
         for _ in range(1000):
             commands = self.ticks()
             for command in commands:
-                if isinstance(command, RenewLease):
-                    self.hears(Renewed(command.assignment.lease, 15.0))
+                if isinstance(command, RenewLeases):
+                    self.renews(command)
             if any(isinstance(command, kind) for command in commands):
                 return commands
         raise AssertionError(f"no {kind.__name__} came")
+
+    def renews(self, command: RenewLeases) -> None:
+        for assignment, _ in command.leases:
+            self.hears(Renewed(assignment.lease, 15.0))
 
     def stage(self, number: int = 1) -> Stage | None:
         found = self.mind.stages().get(f"lease {number}")
@@ -125,13 +129,13 @@ def test_playbook_from_poll_to_idle():
     assert player.hears(NothingOffered(100.0)) == []
     assert player.hears(StepDone("lease 1")) == [LoadSlice(lease())]
     assert player.hears(StepDone("lease 1")) == [Attach(lease())]
-    assert player.ticks() == [RenewLease(HUB, lease(), serving=False)]
+    assert player.ticks() == [RenewLeases(HUB, ((lease(), False),))]
     assert player.now == began_at + 3.0
     assert player.hears(Renewed("lease 1", 15.0)) == []
     assert player.hears(StepDone("lease 1")) == []
     assert player.hears(StandingTold("lease 1", proven=True)) == []
     assert player.stage() is Stage.SERVING
-    assert player.ticks() == [RenewLease(HUB, lease(), serving=True)]
+    assert player.ticks() == [RenewLeases(HUB, ((lease(), True),))]
     assert player.hears(Renewed("lease 1", 0.0)) == [Drain(lease())]
     assert player.stage() is Stage.DRAINING
     assert player.hears(Drained("lease 1")) == []
@@ -299,8 +303,8 @@ def test_a_worker_that_is_full_does_not_poll_until_it_has_room():
     player.hears(OfferReceived(lease(2), 15.0))
     for _ in range(4):
         for command in player.ticks():
-            assert isinstance(command, RenewLease)
-            player.hears(Renewed(command.assignment.lease, 15.0))
+            assert isinstance(command, RenewLeases)
+            player.renews(command)
     player.hears(Renewed("lease 1", 0.0))
     player.hears(Drained("lease 1"))
     assert PollHub(HUB) in player.waits_for(PollHub)
@@ -309,16 +313,16 @@ def test_a_worker_that_is_full_does_not_poll_until_it_has_room():
 @pytest.mark.parametrize(
     ("before", "offer", "answer"),
     [
-        ((Paused(),), lease(), [Release(HUB, lease())]),
-        ((OfferReceived(lease(2), 15.0), OfferReceived(lease(3), 15.0)), lease(), [Release(HUB, lease())]),
-        ((OfferReceived(lease(1, name="a"), 15.0),), lease(1, name="b"), [Release(HUB, lease(1, name="b"))]),
+        ((Paused(),), lease(), [Release(HUB, (lease(),))]),
+        ((OfferReceived(lease(2), 15.0), OfferReceived(lease(3), 15.0)), lease(), [Release(HUB, (lease(),))]),
+        ((OfferReceived(lease(1, name="a"), 15.0),), lease(1, name="b"), [Release(HUB, (lease(1, name="b"),))]),
         # the same lease once more: giving it back would end the one that is held
         ((OfferReceived(lease(1, name="a"), 15.0),), lease(2, name="a"), []),
         # two hubs that began in the same millisecond give the same names
         (
             (OfferReceived(lease(1, name="a"), 15.0),),
             lease(2, HUB_2, name="a"),
-            [Release(HUB_2, lease(2, HUB_2, name="a"))],
+            [Release(HUB_2, (lease(2, HUB_2, name="a"),))],
         ),
     ],
 )
@@ -373,15 +377,15 @@ def test_a_lease_that_expires_is_drained(stage):
 def test_a_renewal_that_fails_is_soon_tried_at_another_hub():
     player = at_stage(Stage.SERVING)
     player.hears(HubsKnown((HUB, HUB_2)))
-    (renewal,) = [c for c in player.waits_for(RenewLease) if isinstance(c, RenewLease)]
+    (renewal,) = [c for c in player.waits_for(RenewLeases) if isinstance(c, RenewLeases)]
     assert renewal.hub == HUB
     player.hears(RenewFailed("lease 1", HUB))
     failed_at = player.now
-    (renewal,) = [c for c in player.waits_for(RenewLease) if isinstance(c, RenewLease)]
+    (renewal,) = [c for c in player.waits_for(RenewLeases) if isinstance(c, RenewLeases)]
     assert renewal.hub == HUB_2
     assert player.now == failed_at + 1.0
     player.hears(Renewed("lease 1", 15.0))
-    assert player.hears(Paused()) == [Drain(lease()), Release(HUB_2, lease())]
+    assert player.hears(Paused()) == [Drain(lease()), Release(HUB_2, (lease(),))]
 
 
 def test_without_an_answer_a_lease_lasts_until_it_expires_and_no_longer():
@@ -389,7 +393,7 @@ def test_without_an_answer_a_lease_lasts_until_it_expires_and_no_longer():
     began_at = player.now
     while player.stage() is Stage.SERVING:
         for command in player.ticks():
-            if isinstance(command, RenewLease):
+            if isinstance(command, RenewLeases):
                 player.hears(RenewFailed("lease 1", HUB))
             elif isinstance(command, PollHub):
                 player.hears(PollFailed(HUB))
@@ -400,15 +404,65 @@ def test_a_short_lease_is_renewed_before_it_expires():
     player = polling()
     player.hears(OfferReceived(lease(), 1.5))
     began_at = player.now
-    player.waits_for(RenewLease)
+    player.waits_for(RenewLeases)
     assert player.now == began_at + 0.5
+
+
+def with_many(count: int, hubs: tuple[PeerId, ...] = (HUB,), renewals_max: int = 256) -> Player:
+    limits = PlacementLimits(slices_max=count, poll_interval_s=2.0, renew_interval_s=3.0, renewals_max=renewals_max)
+    player = Player(limits)
+    player.hears(HubsKnown(hubs))
+    for number in range(count):
+        player.waits_for(PollHub)
+        player.hears(OfferReceived(lease(number, hubs[number % len(hubs)]), 15.0))
+    return player
+
+
+def renewals_of(player: Player, until: float) -> list[tuple[PeerId, int]]:
+    found: list[tuple[PeerId, int]] = []
+    while (at := player.mind.next_at()) is not None and at <= until:
+        for command in player.ticks():
+            if isinstance(command, RenewLeases):
+                found.append((command.hub, len(command.leases)))
+                player.renews(command)
+    return found
+
+
+def test_64_leases_are_renewed_in_as_many_messages_as_one():
+    player = with_many(64)
+    began_at = player.now
+    # They were taken one after the other, and are in step from the first renewal on.
+    assert renewals_of(player, began_at + 30.0) == [(HUB, 64)] * 10
+
+
+def test_each_hub_renews_its_own_leases_and_a_message_takes_so_many_and_no_more():
+    player = with_many(10, (HUB, HUB_2), renewals_max=3)
+    found = renewals_of(player, player.now + 3.0)
+    assert sorted(found) == sorted([(HUB, 3), (HUB, 2), (HUB_2, 3), (HUB_2, 2)])
+
+
+def test_leases_that_go_together_are_given_back_together():
+    player = with_many(5, (HUB, HUB_2))
+    *drains, first, second = player.hears(Paused())
+    assert sorted(drain.assignment.lease for drain in drains) == [f"lease {number}" for number in range(5)]
+    assert [len(release.assignments) for release in (first, second)] == [3, 2]
+
+
+def test_a_crowd_takes_as_long_to_poll_as_its_hub_needs_when_demand_appears():
+    alone, crowd = polling(), polling()
+    for player, idle in ((alone, 1), (crowd, 5_000)):
+        player.hears(DemandSeen(0, idle))
+        player.hears(NothingOffered(2.0))
+        player.hears(DemandSeen(3, idle))
+    assert alone.mind.next_at() == alone.now + 0.25
+    assert crowd.mind.next_at() == crowd.now + 5.0  # the middle of 10 s: 500 polls a second
 
 
 def test_a_hub_that_is_gone_is_stood_in_for_by_another():
     player = at_stage(Stage.SERVING)
     player.hears(HubsKnown((HUB_2,)))
-    commands = player.waits_for(RenewLease)
-    assert RenewLease(HUB_2, lease(), serving=True) in commands
+    commands = player.waits_for(RenewLeases)
+    assert RenewLeases(HUB_2, ((lease(), True),)) in commands
 
 
 # The coordinator is lost ----------------------------------------------------------------------------------------
@@ -425,7 +479,7 @@ def test_playbook_of_a_coordinator_that_does_not_come_back():
         commands = player.hears(StepFailed("lease 1", retry=True))
         if commands:
             break
-    assert commands == [Drain(lease()), Release(HUB, lease())]
+    assert commands == [Drain(lease()), Release(HUB, (lease(),))]
     assert pauses[:6] == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 8.0])
     assert 60.0 < player.now - lost_at < 69.0
 
@@ -441,7 +495,7 @@ def test_a_coordinator_that_comes_back_is_served_again_and_its_next_absence_is_a
         player.hears(StepDone("lease 1"))
         assert player.stage() is Stage.SERVING
         for _ in range(20):
-            player.waits_for(RenewLease)
+            player.waits_for(RenewLeases)
 
 
 def test_a_coordinator_lost_twice_while_an_attempt_is_under_way_starts_no_second_one():
@@ -471,7 +525,7 @@ def test_a_coordinator_lost_just_as_the_attempt_succeeded_is_attached_to_again()
 
 def test_playbook_of_a_pause():
     player = at_stage(Stage.SERVING)
-    assert player.hears(Paused()) == [Drain(lease()), Release(HUB, lease())]
+    assert player.hears(Paused()) == [Drain(lease()), Release(HUB, (lease(),))]
     assert player.mind.paused
     assert player.hears(Paused()) == []
     player.hears(Drained("lease 1"))
@@ -512,8 +566,8 @@ class AnyOrder(RuleBasedStateMachine):
                     assert name not in self.steps, "two steps of one lease at once"
                     assert not (isinstance(command, Fetch) and self.mind.paused), "a new fetch while paused"
                     self.steps[name] = command
-                case RenewLease(hub, assignment):
-                    self.renewals.append((assignment.lease, hub))
+                case RenewLeases(hub, leases):
+                    self.renewals += [(assignment.lease, hub) for assignment, _ in leases]
                 case Drain(assignment):
                     assert assignment.lease not in self.drains
                     self.drains.add(assignment.lease)

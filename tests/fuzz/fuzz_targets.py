@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from kvasir_node.wire import messages
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
 from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
 from kvasir_node.wire.envelope import open_record
+from kvasir_node.wire.lists import TableRow
 from kvasir_node.wire.tensors import (
     Encoding,
     ExpertRequest,
@@ -174,8 +176,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "table": _message(messages.DemandTable.from_bytes),
     "poll": _message(messages.Poll.from_bytes),
     "poll answer": _message(messages.read_poll_answer),
-    "renewal": _message(messages.Renewal.from_bytes),
-    "verdict": _message(messages.LeaseVerdict.from_bytes),
+    "renewals": _message(messages.Renewals.from_bytes),
+    "verdicts": _message(messages.Verdicts.from_bytes),
     "attachment": _message(messages.Attachment.from_bytes),
     "standing": _message(messages.Standing.from_bytes),
     "about": _message(messages.About.from_bytes),
@@ -197,7 +199,8 @@ def seeds() -> dict[str, list[bytes]]:
     """At least one accepted input per target, for mutation."""
     wanted = (Wanted(_SLICE, 2, (PeerId("ann"),)),)
     demand = messages.DemandRecord(17, 7, 1.7e9, 30.0, _MODEL, "demo", "float32", 1 << 24, (_ADDRESS,), 4, 4, 9, wanted)
-    row = messages.TableRow(_MODEL, _SLICE, want=2, proven=1, leased=1)
+    lease = messages.Renewal("1.1", _MODEL, _SLICE, PeerId("carl"), serving=True, progress=4)
+    row = TableRow(_MODEL, _SLICE, want=2, proven=1, leased=1)
     floats = torch.arange(8, dtype=torch.float32).view(2, HIDDEN)
     pair = torch.tensor([0, 1], dtype=torch.int32)
     request = ExpertRequest(3, floats, pair, pair, torch.ones(2))
@@ -227,8 +230,8 @@ def seeds() -> dict[str, list[bytes]]:
             messages.NoOffer(2.5).to_bytes(),
             messages.Offer("1.1", _MODEL, "float32", _SLICE, PeerId("carl"), (_ADDRESS,), 15.0).to_bytes(),
         ],
-        "renewal": [messages.Renewal("1.1", _MODEL, _SLICE, PeerId("carl"), serving=True, progress=4).to_bytes()],
-        "verdict": [messages.LeaseVerdict(15.0, "").to_bytes()],
+        "renewals": [messages.Renewals((lease, replace(lease, lease="1.2"))).to_bytes()],
+        "verdicts": [messages.Verdicts((messages.LeaseVerdict(15.0, ""),)).to_bytes()],
         "attachment": [messages.Attachment(_MODEL, "bfloat16", (_SLICE,)).to_bytes()],
         "standing": [messages.Standing(_SLICE, "proven").to_bytes()],
         "about": [messages.About("name", "0.1.0", ("hub",), (_ADDRESS,)).to_bytes()],

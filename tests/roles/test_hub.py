@@ -29,6 +29,8 @@ from kvasir_node.wire.messages import (
     Offer,
     Poll,
     Renewal,
+    Renewals,
+    Verdicts,
     read_poll_answer,
 )
 
@@ -43,13 +45,16 @@ async def poll(
     return read_poll_answer(answer)
 
 
-def renewal(offer: Offer, progress: int = 0) -> bytes:
-    return Renewal(offer.lease, offer.model, offer.slice, offer.coordinator, False, progress).to_bytes()
+def renewal(*offers: Offer, progress: int = 0) -> bytes:
+    return Renewals(
+        tuple(Renewal(o.lease, o.model, o.slice, o.coordinator, serving=False, progress=progress) for o in offers)
+    ).to_bytes()
 
 
 async def renew(world: World, offer: Offer, worker: PeerId = ANN, progress: int = 0) -> LeaseVerdict:
-    (answer,) = await world.hub.handle(worker, MarketMethod.RENEW, renewal(offer, progress))
-    return LeaseVerdict.from_bytes(answer)
+    (answer,) = await world.hub.handle(worker, MarketMethod.RENEW, renewal(offer, progress=progress))
+    (verdict,) = Verdicts.from_bytes(answer).verdicts
+    return verdict
 
 
 async def test_demand_is_offered_leased_renewed_released_and_shown(autojump_clock, tmp_path):
@@ -69,6 +74,30 @@ async def test_demand_is_offered_leased_renewed_released_and_shown(autojump_cloc
         assert isinstance(await poll(world, BOB), Offer)
         snapshot = world.hub.snapshot()
         assert (snapshot.coordinators, snapshot.leases, snapshot.idle_nodes) == (1, 1, 1)
+
+
+async def test_many_leases_are_renewed_and_given_back_in_one_message(autojump_clock, tmp_path):
+    async with open_world(tmp_path) as world:
+        world.coordinator.wants = with_slices()
+        await world.coordinator.report(world.hub)
+        offers: list[Offer] = []
+        for _ in SLICES:
+            listed = tuple((offer.model, offer.slice) for offer in offers)
+            (answer,) = await world.hub.handle(ANN, MarketMethod.POLL, Poll(1 << 30, (), listed).to_bytes())
+            offer = read_poll_answer(answer)
+            assert isinstance(offer, Offer)
+            offers.append(offer)
+        await world.hub.handle(ANN, MarketMethod.RELEASE, renewal(*offers[:3]))
+        assert world.hub.snapshot().leases == len(SLICES) - 3
+        world.coordinator.wants = with_slices(SLICES[1:])
+        await world.coordinator.report(world.hub)
+        (answer,) = await world.hub.handle(ANN, MarketMethod.RENEW, renewal(*offers))
+        assert [v.ttl_s for v in Verdicts.from_bytes(answer).verdicts] == [15.0] * len(SLICES)  # it knows them again
+        for _ in range(2):  # a hub as young as this one does not yet say that something is not wanted
+            await trio.sleep(10)
+            (answer,) = await world.hub.handle(ANN, MarketMethod.RENEW, renewal(*offers))
+        ended = [offer.slice for offer, v in zip(offers, Verdicts.from_bytes(answer).verdicts, strict=True) if v.reason]
+        assert ended == [SLICES[0]]
 
 
 async def test_a_slice_larger_than_the_memory_is_not_offered(autojump_clock, tmp_path):
@@ -233,7 +262,7 @@ def test_what_any_member_sends_is_answered_or_refused_and_nothing_else(tmp_path_
             samples = [body]
             for good in (
                 Poll(1, (), ()).to_bytes(),
-                Renewal("l", ModelId(cid_of(b"m", DAG_CBOR_CODEC)), SLICES[0], BOB, True, 1).to_bytes(),
+                Renewals((Renewal("l", ModelId(cid_of(b"m", DAG_CBOR_CODEC)), SLICES[0], BOB, True, 1),)).to_bytes(),
             ):
                 bad = bytearray(good)
                 bad[flip % len(bad)] ^= 1 + flip % 255
@@ -266,7 +295,7 @@ async def test_law_7_a_member_that_invents_leases_and_models_fills_no_table_beyo
         await world.coordinator.report(world.hub)
         for number in range(300):
             invented = Renewal(f"x{number}", world.coordinator.model, SLICES[0], PeerId(f"peer {number}"), True, 1)
-            await world.hub.handle(ANN, MarketMethod.RENEW, invented.to_bytes())
+            await world.hub.handle(ANN, MarketMethod.RENEW, Renewals((invented,)).to_bytes())
         assert world.hub.snapshot().leases <= 50
         await trio.sleep(40)  # not renewed: gone
         await world.coordinator.report(world.hub)
@@ -330,7 +359,7 @@ async def test_a_table_is_cut_to_its_most_wanted_rows(autojump_clock, tmp_path):
         await trio.sleep(3)
         table = DemandTable.from_bytes(tables[-1].to_bytes())
         assert 0 < len(table.rows) < 300 * len(SLICES)
-        assert [row.want for row in table.rows[: len(SLICES)]] == [2] * len(SLICES)
+        assert [row.slice for row in table.rows if row.want == 2] == list(SLICES)
 
 
 @pytest.mark.parametrize(("ahead_s", "told"), [(599.0, False), (-599.0, False), (700.0, True), (-700.0, True)])

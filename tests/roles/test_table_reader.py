@@ -10,7 +10,8 @@ from kvasir_node.base.ids import ModelId, SliceId, cid_of
 from kvasir_node.net.identity import key_from_seed, peer_id_of, sign_with
 from kvasir_node.roles.hub import TABLE_KIND, TableReader
 from kvasir_node.wire.envelope import seal, with_membership
-from kvasir_node.wire.messages import DemandTable, TableRow
+from kvasir_node.wire.lists import TableRow
+from kvasir_node.wire.messages import DemandTable
 
 SECRET = b"s" * 32
 HUB = key_from_seed(b"h" * 32)

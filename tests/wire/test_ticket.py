@@ -8,7 +8,7 @@ from wire_samples import ADDRESS, STEADY
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.wire.codec import encode
-from kvasir_node.wire.messages import ADDRESSES_MAX
+from kvasir_node.wire.readers import ADDRESSES_MAX
 from kvasir_node.wire.ticket import PREFIX, Ticket, read_ticket, swarm_id, write_ticket
 
 SECRET = bytes(range(32))

@@ -188,7 +188,11 @@ class Trunk:
 
     def fork(self) -> Trunk:
         """The same weights with a dispatch of its own, for a forward that is under way at the same time."""
-        return Trunk(self._model, self._config, self._traits, self._dispatch.fork(), self._switch, self._fused)
+        return self.with_dispatch(self._dispatch.fork())
+
+    def with_dispatch(self, dispatch: ExpertDispatch) -> Trunk:
+        """The same weights, with experts computed otherwise."""
+        return Trunk(self._model, self._config, self._traits, dispatch, self._switch, self._fused)
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, RowTally]:

@@ -78,9 +78,12 @@ class CoordinatorSettings:
 @dataclass(frozen=True, slots=True)
 class FanoutSettings:
     enabled: bool = True  # false = all experts are computed here
-    when: str = "saturated"  # saturated | always (for tests and benchmarks)
+    when: str = "saturated"  # saturated | always: at any load, if it pays | forced: even at a loss, for tests
+    max_slowdown: float = 4.0  # a token takes at most this × its time when idle, or as long as it would alone
+    bytes_s: int = 0  # of all rows that are planned to travel, both ways; 0 = no limit
     deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
     deadline_floor_s: float = 0.15 * SECONDS  # ... but never less than this: a busy machine is no silent worker
+    hedge_floor_s: float = 0.01 * SECONDS  # a call that is later than its like is computed a second way, but not before
     deadline_ceiling_s: float = 2 * SECONDS  # ... nor more than this; also the deadline of a trial
     verify: str = "sample"  # sample | double: some remote rows are recomputed and compared, or all of them
     wire: str = "compute"  # compute | bfloat16 | int8: what rows travel in; less than computed only if found harmless
@@ -183,7 +186,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "coordinator.dtype": ("auto", "float32", "bfloat16"),
     "coordinator.experts": ("stored", "int8"),
     "coordinator.hold": ("all", "none", "half"),
-    "fanout.when": ("saturated", "always"),
+    "fanout.when": ("saturated", "always", "forced"),
     "fanout.verify": ("sample", "double"),
     "fanout.wire": ("compute", "bfloat16", "int8"),
     "log.level": ("debug", "info", "warning", "error"),
@@ -195,6 +198,7 @@ _MAY_BE_ZERO = {
     "coordinator.context",
     "coordinator.memory_bytes",
     "node.threads",
+    "fanout.bytes_s",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",
     "store.quota_bytes",
@@ -202,7 +206,7 @@ _MAY_BE_ZERO = {
     "store.download_bytes_s",
 }
 _NUMBER_END = 1e15  # above it a float no longer tells whole numbers apart
-_AT_LEAST = {"compute.slowdown": 1}
+_AT_LEAST = {"compute.slowdown": 1, "fanout.max_slowdown": 1}
 _AT_MOST = {  # far above what any machine can use: a slip of the finger is told before it costs all memory
     "node.threads": 1024,
     "compute.slowdown": 1000,

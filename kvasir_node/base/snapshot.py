@@ -6,7 +6,8 @@ Field names are the JSON names of `kvasir.status/1`; counters only grow; `*_pair
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STATUS_SCHEMA = "kvasir.status/1"
@@ -57,7 +58,7 @@ class WireSnapshot:
 class FanoutSnapshot:
     on: bool = False
     reason: str = ""
-    predicted_gain: float = 1.0
+    predicted_gain: float = 1.0  # of what is in force, else of the best that could be
     lanes: int = 1
     local_pairs: int = 0
     remote_pairs: int = 0
@@ -67,6 +68,9 @@ class FanoutSnapshot:
     spot_checks: int = 0
     mismatches: int = 0
     wire: WireSnapshot = WireSnapshot()
+    measured_gain: float | None = None  # tokens per second as a multiple of alone, of what is in force
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])  # of all pairs, by the peer id of the worker
+    layers_shared: int = 0  # of which a worker computes what is held here
 
 
 @dataclass(frozen=True, slots=True)

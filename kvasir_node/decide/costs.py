@@ -15,7 +15,7 @@ All times are modelled as *affine*: y = θ·x with θ ≥ 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -312,10 +312,11 @@ class CostBook:
     def forget(self, peer: PeerId) -> None:
         self._workers.pop(peer, None)
 
-    def costs(self, now: float) -> Costs:
-        """The picture as of now; workers that were never heard of are not in it (see `worker`)."""
+    def costs(self, now: float, peers: Collection[PeerId] | None = None) -> Costs:
+        """The picture as of now, of all workers that were heard of, or of these, as `worker` says."""
         own = self._own(now)
-        return Costs(own, {peer: self._costs_of(worker, own, now) for peer, worker in self._workers.items()})
+        names = self._workers if peers is None else peers
+        return Costs(own, {peer: self._costs_of(self._workers.get(peer, _Worker()), own, now) for peer in names})
 
     def worker(self, peer: PeerId, now: float) -> WorkerCosts:
         """One worker's costs, also of one never heard of: then it is our equal, at the stated distance, in doubt."""

@@ -1,10 +1,11 @@
-"""What is measured of a forward and of a call while the model serves: the governor's only source of costs.
+"""What is measured of a forward, a call and a step while the model serves: the governor's only source of costs.
 
 It does not know what is concluded from it (that is `decide/costs`, fed by roles/steering.py), nor how it is timed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,16 @@ class CallMeasured:
     received_bytes: int
     took_s: float
     computed_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasured:
+    """One step of the engine. `requests`: those that it may have computed for; no tokens came of one that failed."""
+
+    requests: Sequence[int]
+    tokens: int
+    took_s: float
+    has_prompt: bool
 
 
 class Observer(Protocol):

@@ -1,0 +1,326 @@
+"""What the governor decides, worked out beside the loop and carried out on it.
+
+It does not know sockets, tensors or requests: it is told of the load, of steps, and that who is proven or held has
+changed; it sets routes and lanes. All judgement is `decide/planner` and `decide/governor`; what things cost comes
+from roles/costing.py.
+
+Planning takes milliseconds, so it runs in a thread, one plan at a time, for the newest scene. What must not wait does
+not: when a peer loses its proof, or nobody waits any more, routes are cut on the spot (`decide/routes`), and a plan
+that was begun with a peer who has lost its proof since is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import trio
+
+from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.base.settings import FanoutSettings
+from kvasir_node.decide.governor import FORCED, Decision, Governor, GovernorLimits, Situation
+from kvasir_node.decide.planner import Plan, PlanLimits, plan
+from kvasir_node.decide.prediction import Prediction, Routes, Scene, predict
+from kvasir_node.decide.routes import at_home, without_unproven
+from kvasir_node.roles.costing import Costing
+from kvasir_node.roles.measured import StepMeasured
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25  # how often it is asked whether what is in force should be, while anything is going on
+PLANNING_RATIO = 0.02  # of the time is spent planning at most: it takes the interpreter from whoever computes
+ALONE_TICK_S = 2.0  # between two plans while there is nobody to send to, or nothing that may leave
+REFRESH_S = 10.0  # after so long in several lanes one step is made in one: forwards beside each other take longer than
+# alone, so nothing is learned of our own costs from them, and what is known is half faded after 30 s
+RunBlocking = Callable[..., Awaitable[Any]]
+"""Runs a blocking call: in a thread, or (under a virtual clock) inline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is going on. `wanted`: experts that are held here may leave; `calm`: the words for why not; `rows`: of a
+    decode step; `is_active`: something is computed, or waits for it."""
+
+    wanted: bool
+    queued: int
+    rows: int
+    is_active: bool
+    calm: str = "calm"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the model, and of what is computed of it at once. `row_bytes`: a row on the wire, one way."""
+
+    layers: tuple[int, ...]
+    experts: int
+    chosen: int
+    row_bytes: int
+    decode_rows_max: int
+    prompt_rows: int
+
+
+class HasLanes(Protocol):
+    """An engine; see `model.engine.Engine`."""
+
+    @property
+    def lanes(self) -> int: ...
+
+    @lanes.setter
+    def lanes(self, count: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """The best plans for a scene, and what those in force when it was begun would give in it."""
+
+    decode: Plan
+    prompt: Plan
+    losses: int
+    kept_of: Plan | None
+    kept: Prediction | None
+    prompt_kept_of: Plan | None
+    prompt_kept: Prediction | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    scene: Scene
+    rows: int
+    losses: int
+    in_force: Plan | None
+    prompt_in_force: Plan | None
+
+
+class Steering:
+    """See the module. `proven`, `heat`, `load` and `round_trips` tell how things are now; `heat` is called from a
+    thread. `set_routes` takes the routes of decoding and of prompts into use, all layers of each, on the loop."""
+
+    def __init__(
+        self,
+        settings: FanoutSettings,
+        shape: Shape,
+        held: Mapping[int, frozenset[int]],
+        costing: Costing,
+        engine: HasLanes,
+        *,
+        proven: Callable[[], Collection[tuple[PeerId, SliceId]]],
+        heat: Callable[[], Mapping[int, Sequence[float]]],
+        load: Callable[[], Load],
+        round_trips: Callable[[], Mapping[PeerId, float]],
+        set_routes: Callable[[Routes, Routes], None],
+        run_blocking: RunBlocking = trio.to_thread.run_sync,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        forced = settings.when == "forced"
+        slowdown = math.inf if forced else settings.max_slowdown
+        self._limits = PlanLimits(slowdown, float(settings.bytes_s), must_share=forced)
+        self._prompt_limits = replace(self._limits, lanes_max=1)
+        self._governor = Governor(FORCED if forced else GovernorLimits())
+        self._enabled = settings.enabled
+        self._shape = shape
+        self._held = held
+        self._costing = costing
+        self._engine = engine
+        self._proven = proven
+        self._heat = heat
+        self._load = load
+        self._round_trips = round_trips
+        self._set_routes = set_routes
+        self._run_blocking = run_blocking
+        self._clock = clock
+        self._offer: _Offer | None = None
+        self._decision: Decision | None = None
+        self._prompt: Plan | None = None  # in force; None while off
+        self._decode_routes: Routes = {}
+        self._prompt_routes: Routes = {}
+        self._carried_out: _Offer | None = None
+        self._known: frozenset[tuple[PeerId, SliceId]] = frozenset()  # who was proven when last asked
+        self._losses = 0  # how often somebody was not any more
+        self._is_cut = False  # the routes in force are not all of the plan in force any more
+        self._was_wanted = False
+        self._plan_at = -math.inf
+        self._wake = trio.Event()
+        self._in_one_lane_at = -math.inf
+        self._is_refreshing = False
+
+    # What is told -----------------------------------------------------------------------------------------------
+
+    def world_changed(self) -> None:
+        """Who is proven, or what is held here, may have changed. What may not leave any more is taken off at once."""
+        known = frozenset(self._proven())
+        if not self._known <= known:
+            self._losses += 1
+        self._known = known
+        if self._put(self._decode_routes, self._prompt_routes):
+            self._is_cut = self.on
+        self._plan_at = -math.inf
+        self._wake.set()
+
+    def load_changed(self) -> None:
+        """Requests came or went. When nobody waits any more, what is held here stays here from now on."""
+        wanted = self._load().wanted
+        if wanted != self._was_wanted:
+            self._was_wanted = wanted
+            self._plan_at = -math.inf
+            if not wanted:
+                self._consider()
+        self._wake.set()
+
+    def stepped(self, step: StepMeasured) -> None:
+        """Between two steps of the engine: lanes change here, so that each step is made in lanes that are known."""
+        now = self._clock()
+        if self._is_refreshing:
+            self._is_refreshing = step.has_prompt
+        elif not step.has_prompt:
+            self._governor.observe(step.tokens, step.tokens, step.took_s, now)
+        lanes = 1 if self._decision is None else self._decision.lanes
+        if self._engine.lanes == 1:
+            self._in_one_lane_at = now
+        elif now - self._in_one_lane_at >= REFRESH_S:
+            self._is_refreshing = True
+        self._engine.lanes = 1 if self._is_refreshing else lanes
+        self._costing.in_one_lane = self._engine.lanes == 1
+
+    # What is shown ----------------------------------------------------------------------------------------------
+
+    @property
+    def on(self) -> bool:
+        """Something that is held here may be computed elsewhere."""
+        return self._decision is not None and self._decision.on
+
+    @property
+    def reason(self) -> str:
+        load = self._load()
+        if not load.wanted:
+            return f"off: {load.calm}"
+        return "off: the first plan is being made" if self._decision is None else self._decision.reason
+
+    @property
+    def predicted_gain(self) -> float:
+        """Of what is in force, else of the best that could be."""
+        return 1.0 if self._decision is None else self._decision.gain
+
+    @property
+    def measured_gain(self) -> float | None:
+        """Of what is in force, as last judged."""
+        return self._governor.measured_gain if self.on else None
+
+    @property
+    def routes(self) -> Routes:
+        """Of decoding, in use."""
+        return self._decode_routes
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is in force; None while off."""
+        return self._decision.plan if self._decision is not None and self._decision.on else None
+
+    # Planning ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Plans and decides for ever, asleep while nothing is going on."""
+        while True:
+            if self._enabled and self._is_due():
+                await self._plan()
+            self._consider()
+            with trio.move_on_after(TICK_S if self._load().is_active else math.inf):
+                await self._wake.wait()
+            self._wake = trio.Event()
+
+    @property
+    def _lacks_experts(self) -> bool:
+        return any(len(self._held.get(layer, ())) < self._shape.experts for layer in self._shape.layers)
+
+    def _is_due(self) -> bool:
+        return self._clock() >= self._plan_at and (self._load().wanted or self._lacks_experts)
+
+    async def _plan(self) -> None:
+        """Leaves an offer, unless somebody in it lost its proof meanwhile: then it is planned again at once."""
+        load, began_at = self._load(), self._clock()
+        self._costing.round_trips_measured(self._round_trips())
+        shape, known = self._shape, self._known
+        scene = Scene(
+            shape.layers, shape.experts, shape.chosen, shape.row_bytes, dict(self._held), tuple(sorted(known)), {}
+        )
+        rows = max(1, min(load.rows, shape.decode_rows_max))
+        question = _Question(scene, rows, self._losses, self._governor.plan, self._prompt)
+        self._plan_at = math.inf  # unless somebody wants another one meanwhile
+        offer: _Offer = await self._run_blocking(self._work_out, question)
+        if offer.losses != self._losses:
+            logger.debug("a plan is dropped: a worker in it lost its proof while it was made")
+            self._wake.set()
+            return
+        self._offer = offer
+        pause_s = max(TICK_S, (self._clock() - began_at) / PLANNING_RATIO) if known and load.wanted else ALONE_TICK_S
+        self._plan_at = min(self._plan_at, began_at + pause_s)
+
+    def _work_out(self, question: _Question) -> _Offer:
+        """Blocks. Only the costing's books change, which nobody else touches."""
+        scene = replace(question.scene, heat=self._heat())
+        decode, prompt = self._costing.costs({peer for peer, _ in scene.proven})
+        in_force, prompt_in_force = question.in_force, question.prompt_in_force
+        prompt_rows = self._shape.prompt_rows
+        return _Offer(
+            plan(scene, decode, question.rows, self._limits),
+            plan(scene, prompt, prompt_rows, self._prompt_limits),
+            question.losses,
+            in_force,
+            None if in_force is None else predict(scene, decode, question.rows, in_force.lanes, in_force.routes),
+            prompt_in_force,
+            None if prompt_in_force is None else predict(scene, prompt, prompt_rows, 1, prompt_in_force.routes),
+        )
+
+    # Deciding ---------------------------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Asks the governor with what is known, and carries out what it says."""
+        offer, load = self._offer, self._load()
+        if offer is None or (load.wanted and offer.losses != self._losses):
+            return  # nothing was planned, or not for those who are left: they have been cut off already
+        in_force = self._governor.plan
+        kept = offer.kept if in_force is offer.kept_of else None
+        if in_force is offer.decode:
+            kept = offer.decode.predicted
+        is_lost = self._is_cut and in_force is not None
+        decision = self._governor.consider(
+            Situation(load.wanted, load.queued, offer.decode, kept, is_lost, load.calm), self._clock()
+        )
+        self._carry_out(decision, offer)
+
+    def _carry_out(self, decision: Decision, offer: _Offer) -> None:
+        was_on, self._decision = self.on, decision
+        if was_on != decision.on or (decision.on and decision.changed):
+            logger.info("fan-out %s", decision.reason)
+        is_new, self._carried_out = offer is not self._carried_out, offer
+        if not decision.on:
+            if decision.changed or is_new:
+                self._prompt, self._is_cut = None, False
+                self._put(decision.plan.home, offer.prompt.home)
+        elif self._prompt is None or decision.changed or self._is_cut or self._is_better_for_prompts(offer):
+            self._prompt, self._is_cut = offer.prompt, False
+            self._put(decision.plan.routes, offer.prompt.routes)
+
+    def _is_better_for_prompts(self, offer: _Offer) -> bool:
+        if self._prompt is not offer.prompt_kept_of or offer.prompt_kept is None:
+            return False
+        change_gain = self._governor.limits.change_gain
+        return offer.prompt.predicted.tokens_per_s >= change_gain * offer.prompt_kept.tokens_per_s
+
+    def _put(self, decode: Routes, prompt: Routes) -> bool:
+        """Takes routes into use but for what may not leave: to who is not proven, and while off what is held here.
+        Returns whether others were in use."""
+        decode, prompt = self._allowed(decode), self._allowed(prompt)
+        if (decode, prompt) == (self._decode_routes, self._prompt_routes):
+            return False
+        self._decode_routes, self._prompt_routes = decode, prompt
+        self._set_routes(decode, prompt)
+        return True
+
+    def _allowed(self, routes: Routes) -> Routes:
+        left = without_unproven(routes, self._known)
+        return left if self.on else at_home(left, self._held)

@@ -1,0 +1,433 @@
+"""Steering on a virtual clock: true costs, a load and a crew that the test sets; no model, no network, no thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import trio
+
+from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.base.settings import FanoutSettings
+from kvasir_node.roles.costing import Costing
+from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured, StepMeasured
+from kvasir_node.roles.steering import ALONE_TICK_S, REFRESH_S, TICK_S, Load, Shape, Steering
+
+ANN, BOB = PeerId("ann"), PeerId("bob")
+LAYERS, EXPERTS, CHOSEN, SLOTS = 3, 48, 4, 16
+SHAPE = Shape(tuple(range(LAYERS)), EXPERTS, CHOSEN, 2048, SLOTS, 256)
+EVERYTHING = {layer: frozenset(range(EXPERTS)) for layer in range(LAYERS)}
+TRUNK_S, EXPERT_S, PAIR_S = 4e-3, 5e-4, 3e-5
+
+
+def all_of(*peers: PeerId) -> tuple[tuple[PeerId, SliceId], ...]:
+    return tuple((peer, SliceId(layer, 0, EXPERTS - 1)) for peer in peers for layer in range(LAYERS))
+
+
+@dataclass
+class Worker:
+    slower: float = 1.0
+    rtt_s: float = 3e-4
+    bytes_s: float = 1e9
+
+
+@dataclass
+class Lanes:
+    lanes: int = 1
+
+
+@dataclass
+class World:
+    """What steering sees, and what it did."""
+
+    workers: dict[PeerId, Worker] = field(default_factory=dict)
+    proven: tuple[tuple[PeerId, SliceId], ...] = ()
+    held: dict[int, frozenset[int]] = field(default_factory=lambda: dict(EVERYTHING))
+    load: Load = field(default_factory=lambda: Load(False, 0, 1, False))
+    planning_s: float = 0.0
+    plans: int = 0
+    planning: int = 0
+    set: list[tuple[float, dict, dict]] = field(default_factory=list)  # at, decode, prompt
+    engine: Lanes = field(default_factory=Lanes)
+    steering: Steering = None  # type: ignore[assignment]
+    costing: Costing = None  # type: ignore[assignment]
+
+    async def run_blocking(self, work: Callable[..., object], *args: object) -> object:
+        assert self.planning == 0, "two plans at a time"
+        self.planning += 1
+        await trio.sleep(self.planning_s)
+        self.planning -= 1
+        self.plans += 1
+        return work(*args)
+
+    def saturate(self, queued: int = 9) -> None:
+        self.load = Load(True, queued, SLOTS, True)
+        self.steering.load_changed()
+
+    def calm(self) -> None:
+        self.load = Load(False, 0, 1, True)
+        self.steering.load_changed()
+
+    def prove(self, *peers: PeerId) -> None:
+        self.proven = all_of(*peers)
+        self.steering.world_changed()
+
+    def measure(self) -> None:
+        """What forwards and calls of all sizes take, told once."""
+        for rows in (1, 4, 16, 256):
+            activated = round(EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** rows))
+            pairs = rows * CHOSEN
+            took_s = EXPERT_S * activated + PAIR_S * pairs
+            layer = LayerMeasured(activated, pairs, took_s)
+            self.costing.forward_measured(ForwardMeasured(rows, TRUNK_S + 2e-4 * rows, layer, 3e-4))
+            for peer, worker in self.workers.items():
+                way_s = worker.rtt_s + 4096 * rows / worker.bytes_s
+                computed_s = worker.slower * took_s
+                told = CallMeasured(
+                    peer, activated, pairs, 2048 * rows, 2048 * rows, way_s + computed_s, worker.slower * took_s
+                )
+                self.costing.call_measured(told)
+
+    def step(self, tokens_per_s: float, *, has_prompt: bool = False) -> None:
+        self.steering.stepped(StepMeasured((1,), SLOTS, SLOTS / tokens_per_s, has_prompt))
+
+    @property
+    def decode(self) -> dict:
+        return self.set[-1][1]
+
+    @property
+    def prompt(self) -> dict:
+        return self.set[-1][2]
+
+    def peers(self) -> set[PeerId | None]:
+        """Who computes something."""
+        return {peer for routes in self.set[-1][1:] for row in routes.values() for peer in row}
+
+
+@asynccontextmanager
+async def open_world(settings: FanoutSettings | None = None, **changes: object) -> AsyncIterator[World]:
+    world = World(**changes)  # type: ignore[arg-type]
+    world.costing = Costing(decode_rows_max=SLOTS, chosen=CHOSEN, borrow_s=0.05, clock=trio.current_time)
+    world.steering = Steering(
+        settings or FanoutSettings(),
+        SHAPE,
+        world.held,
+        world.costing,
+        world.engine,
+        proven=lambda: world.proven,
+        heat=dict,
+        load=lambda: world.load,
+        round_trips=lambda: {peer: worker.rtt_s for peer, worker in world.workers.items()},
+        set_routes=lambda decode, prompt: world.set.append((trio.current_time(), dict(decode), dict(prompt))),
+        run_blocking=world.run_blocking,
+        clock=trio.current_time,
+    )
+
+    async def keep_measuring() -> None:
+        while True:
+            world.measure()
+            await trio.sleep(0.1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_measuring)
+        nursery.start_soon(world.steering.run)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+NEAR = {ANN: Worker()}
+
+
+async def test_it_turns_on_when_it_pays_and_says_so_once(autojump_clock, caplog):
+    caplog.set_level(logging.INFO)
+    async with open_world(workers=NEAR) as world:
+        world.saturate()
+        await trio.sleep(1.1)
+        assert (world.steering.on, world.steering.reason) == (False, "off: no proven worker")
+        world.prove(ANN)
+        await trio.sleep(0.01)
+        steering = world.steering
+        assert steering.on
+        assert steering.reason.startswith("on: queue 9, gain 1.")
+        assert steering.reason.endswith("×, 1 worker")
+        assert steering.predicted_gain > 1.3
+        assert steering.plan is not None
+        assert steering.plan.layers_shared == LAYERS
+        assert 0.3 < steering.plan.shares[ANN] < 0.5
+        assert all(set(row) == {None, ANN} for row in world.decode.values())
+        assert set(world.decode) == set(SHAPE.layers)
+        assert steering.routes == world.decode
+        await trio.sleep(5.0)
+        assert [each.message for each in caplog.records] == [f"fan-out {steering.reason}"]
+
+
+async def test_law_2_when_nobody_waits_any_more_all_is_at_home_before_anything_is_awaited(autojump_clock, caplog):
+    caplog.set_level(logging.INFO)
+    async with open_world(workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        assert world.peers() == {None, ANN}
+        plans = world.plans
+        world.calm()
+        assert world.peers() == {None}
+        assert (world.steering.on, world.steering.reason, world.plans) == (False, "off: calm", plans)
+        assert caplog.records[-1].message == "fan-out off: calm"
+        await trio.sleep(30.0)
+        assert world.peers() == {None}
+        assert world.plans == plans  # and nothing is planned for whoever holds all and is calm
+
+
+async def test_nothing_is_planned_while_nothing_is_going_on_or_fan_out_is_switched_off(autojump_clock):
+    async with open_world(workers=NEAR) as world:
+        world.prove(ANN)
+        await trio.sleep(20.0)
+        assert (world.plans, world.set, world.steering.reason) == (0, [], "off: calm")
+    async with open_world(FanoutSettings(enabled=False), workers=NEAR) as world:
+        world.load = Load(False, 9, SLOTS, True, "switched off by fanout.enabled")
+        await trio.sleep(20.0)
+        assert (world.plans, world.set, world.steering.reason) == (0, [], "off: switched off by fanout.enabled")
+
+
+async def test_law_3_who_loses_proof_gets_nothing_more_before_anything_is_awaited(autojump_clock):
+    async with open_world(workers={ANN: Worker(), BOB: Worker()}) as world:
+        world.saturate()
+        world.prove(ANN, BOB)
+        await trio.sleep(1.1)
+        assert world.peers() == {None, ANN, BOB}
+        before = world.decode
+        world.prove(BOB)
+        assert world.decode == {
+            layer: tuple(None if peer == ANN else peer for peer in row) for layer, row in before.items()
+        }
+        assert ANN not in world.peers()
+        assert world.set[-1][0] == trio.current_time()
+        await trio.sleep(0.01)  # planned anew: the other one takes more
+        assert world.steering.on
+        shares = world.steering.plan.shares
+        assert shares.keys() == {BOB}
+        assert shares[BOB] > sum(row.count(BOB) for row in before.values()) / (LAYERS * EXPERTS)
+        world.prove()
+        assert world.peers() == {None}
+        await trio.sleep(0.01)
+        assert (world.steering.on, world.steering.reason) == (False, "off: no proven worker")
+        world.prove(ANN)
+        await trio.sleep(0.01)
+        assert world.steering.on
+
+
+async def test_the_loop_goes_on_while_a_plan_is_made_and_there_is_one_at_a_time_of_the_newest_scene(autojump_clock):
+    async with open_world(workers={ANN: Worker(), BOB: Worker()}, planning_s=1.0) as world:
+        world.saturate()
+        await trio.sleep(0.5)
+        assert world.planning == 1
+        for _ in range(5):
+            world.prove(ANN)
+            world.prove(ANN, BOB)
+            await trio.sleep(0.01)
+            world.saturate()
+        await trio.sleep(0.46)
+        assert world.plans == 1
+        await trio.sleep(1.1)
+        assert world.plans == 2
+        assert world.peers() == {None, ANN, BOB}
+
+
+async def test_a_plan_with_somebody_who_has_lost_proof_meanwhile_is_dropped_and_made_again(autojump_clock):
+    async with open_world(workers={ANN: Worker(), BOB: Worker()}, planning_s=1.0) as world:
+        world.proven = all_of(ANN, BOB)
+        world.steering.world_changed()
+        world.saturate()
+        await trio.sleep(0.5)
+        world.prove(BOB)
+        await trio.sleep(0.6)
+        assert (world.plans, world.set) == (1, [])
+        await trio.sleep(1.1)
+        assert world.plans == 2
+        assert world.peers() == {None, BOB}
+        assert all(ANN not in row for _, *both in world.set for routes in both for row in routes.values())
+
+
+async def test_planning_takes_a_small_share_of_the_time(autojump_clock):
+    async with open_world(workers=NEAR, planning_s=0.03) as world:
+        world.saturate()
+        await trio.sleep(10.0)
+        assert world.plans == pytest.approx(10.0 / (ALONE_TICK_S + TICK_S / 2), abs=1)
+        world.prove(ANN)
+        world.plans = 0
+        await trio.sleep(30.0)
+        assert 15 <= world.plans <= 21
+        world.planning_s = 0.001
+        await trio.sleep(3.0)
+        world.plans = 0
+        await trio.sleep(10.0)
+        assert world.plans == pytest.approx(10.0 / TICK_S, abs=5)
+
+
+async def test_far_and_quick_workers_bring_lanes_and_now_and_then_a_step_in_one(autojump_clock):
+    async with open_world(workers={ANN: Worker(slower=0.02, rtt_s=0.01)}) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(0.1)
+        plan = world.steering.plan
+        assert plan is not None
+        assert plan.lanes > 1
+        assert world.engine.lanes == 1  # the step that is under way was begun in one
+        lanes, alone = [], []
+        for number in range(round(2.5 * REFRESH_S / 0.1)):
+            world.step(plan.predicted.tokens_per_s, has_prompt=number % 7 == 3)
+            lanes.append(world.engine.lanes)
+            alone.append(world.costing.in_one_lane)
+            await trio.sleep(0.1)
+        assert set(lanes) == {1, plan.lanes}
+        assert alone == [each == 1 for each in lanes]
+        assert 2 <= lanes.count(1) <= 4
+        assert lanes[0] == plan.lanes
+        world.calm()
+        world.step(100.0)
+        assert world.engine.lanes == 1
+        assert world.costing.in_one_lane
+
+
+async def test_a_step_in_one_lane_for_the_sake_of_measuring_is_judged_by_nobody(autojump_clock):
+    async with open_world(workers={ANN: Worker(slower=0.02, rtt_s=0.01)}) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(0.1)
+        plan = world.steering.plan
+        assert plan is not None
+        for _ in range(round(3 * REFRESH_S / 0.1)):
+            slow = world.steering._is_refreshing
+            world.step(1.0 if slow else plan.predicted.tokens_per_s)
+            await trio.sleep(0.1)
+        assert world.steering.on
+        assert world.steering.measured_gain == pytest.approx(plan.gain, rel=0.05)
+
+
+async def test_prompts_are_planned_apart_in_one_lane_and_at_home_while_off(autojump_clock):
+    async with open_world(workers={ANN: Worker(bytes_s=2e7)}) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(0.1)
+        assert world.steering.on
+        decode_share, prompt_share = (
+            sum(row.count(ANN) for row in routes.values()) for routes in (world.decode, world.prompt)
+        )
+        assert 0 < prompt_share < 0.8 * decode_share  # their bytes are many: with little time for each
+        world.calm()
+        assert all(peer is None for row in world.prompt.values() for peer in row)
+        world.saturate()
+        await trio.sleep(0.1)
+        assert any(ANN in row for row in world.prompt.values())
+
+
+async def test_what_is_measured_less_than_alone_ends_it_and_it_is_tried_again_later_each_time(autojump_clock):
+    async with open_world(workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        turned_on: list[float] = []
+        was_on = False
+        for _ in range(800):
+            await trio.sleep(0.05)
+            if world.steering.on and not was_on:
+                turned_on.append(trio.current_time())
+            was_on = world.steering.on
+            world.step(0.05 * world.steering._decision.plan.alone.tokens_per_s if was_on else 400.0)
+            if not was_on:
+                assert world.peers() == {None}
+                assert "× alone, tried again in" in world.steering.reason
+        gaps = [later - earlier for earlier, later in pairwise(turned_on)]
+        assert len(gaps) >= 2
+        assert gaps[1] > 1.5 * gaps[0] > 5.0
+
+
+@pytest.mark.parametrize("when", ["saturated", "always", "forced"])
+async def test_only_by_force_is_anything_shared_at_a_loss(autojump_clock, when):
+    async with open_world(FanoutSettings(when=when), workers={ANN: Worker(slower=50.0, rtt_s=0.2)}) as world:
+        world.saturate()
+        world.prove(ANN)
+        for _ in range(100):
+            await trio.sleep(0.1)
+            world.step(1.0)
+        assert world.steering.on is (when == "forced")
+        assert (ANN in world.peers()) is (when == "forced")
+        if when == "forced":
+            assert world.steering.predicted_gain < 1.0
+            assert world.steering.measured_gain < 1.0
+            world.prove()
+            assert world.peers() == {None}
+            world.prove(ANN)
+            await trio.sleep(0.1)
+            assert ANN in world.peers()
+        else:
+            assert world.steering.reason.startswith("off: worker RTT 200 ms × 3 layers > budget")
+
+
+async def test_more_bytes_than_the_setting_allows_are_not_planned(autojump_clock):
+    async with open_world(FanoutSettings(bytes_s=1000), workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        assert world.steering.reason == "off: rows would need more than 0.001 MB/s"
+
+
+async def test_the_budget_of_a_token_is_the_settings(autojump_clock):
+    for slowdown in (2.0, 50.0):
+        async with open_world(FanoutSettings(max_slowdown=slowdown), workers=NEAR) as world:
+            world.saturate()
+            world.prove(ANN)
+            await trio.sleep(0.1)
+            plan = world.steering.plan
+            assert plan is not None
+            assert plan.budget_s == pytest.approx(max(slowdown * plan.idle_s, plan.alone.token_s))
+
+
+async def test_what_is_not_held_is_elsewhere_while_calm_and_what_comes_to_be_held_stays_at_once(autojump_clock):
+    missing = {layer: frozenset(range(4, EXPERTS)) for layer in range(LAYERS)}
+    async with open_world(workers={ANN: Worker(rtt_s=0.3)}, held=missing) as world:
+        world.calm()
+        world.prove(ANN)
+        await trio.sleep(0.01)
+        for routes in (world.decode, world.prompt):
+            assert all(row == (ANN,) * 4 + (None,) * (EXPERTS - 4) for row in routes.values())
+        assert (world.steering.on, world.steering.reason) == (False, "off: calm")
+        world.held[1] = frozenset(range(EXPERTS))
+        world.steering.world_changed()
+        for routes in (world.decode, world.prompt):
+            assert routes[1] == (None,) * EXPERTS
+            assert routes[0] == (ANN,) * 4 + (None,) * (EXPERTS - 4)
+        world.held[2] = frozenset(range(5, EXPERTS))
+        world.steering.world_changed()
+        await trio.sleep(0.01)
+        assert world.decode[2] == (ANN,) * 5 + (None,) * (EXPERTS - 5)
+
+
+async def test_an_old_plan_is_not_taken_up_again_by_the_next_surge(autojump_clock):
+    """Between two surges the worker became too slow; what was planned in the first one must not be carried out."""
+    async with open_world(workers=dict(NEAR)) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        assert world.steering.on
+        world.calm()
+        world.workers[ANN] = Worker(slower=100.0)
+        await trio.sleep(60.0)
+        count = len(world.set)
+        world.saturate()
+        await trio.sleep(1.1)
+        assert not world.steering.on
+        assert all(ANN not in row for _, *both in world.set[count:] for routes in both for row in routes.values())
+
+
+async def test_the_load_that_is_told_is_the_one_that_counts(autojump_clock):
+    async with open_world(workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        world.load = replace(world.load, queued=40)
+        await trio.sleep(1.1)
+        assert world.steering.reason.startswith("on: queue 40, gain ")

@@ -48,6 +48,13 @@ def _status_rows(status: Document) -> Iterator[tuple[str, str]]:
         yield "net", f"{counted(net['peers'], 'peer')}  {traffic}{reachability}"
 
 
+def _wire_text(wire: Document) -> str:
+    error = "" if wire["error"] is None else f"  logits {wire['error']:.2%} off"
+    compared = f"  {wire['tokens_agreeing']}/{wire['tokens']} tokens agree" if wire["tokens"] else ""
+    asked = f"  {wire['asked']} refused" if wire["refusal"] else ""
+    return f"{wire['encoding']}{asked}{error}{compared}"
+
+
 def _coordinator_rows(status: Document) -> Iterator[tuple[str, str]]:
     slots, fanout, speed = status["slots"], status["fanout"], status["throughput"]
     queue = f"{slots['queued']}/{slots['queue_max']} queued"
@@ -55,6 +62,9 @@ def _coordinator_rows(status: Document) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{speed['tokens_per_s']:.1f}/s  {count_text(speed['tokens_total'])} in all"
     pairs = f"local {count_text(fanout['local_pairs'])}  remote {count_text(fanout['remote_pairs'])} pairs"
     yield "fan-out", f"{clean(fanout['reason']) or 'off'}  {pairs}"
+    wire = fanout["wire"]
+    if wire["asked"] != "compute":
+        yield "wire", _wire_text(wire)
     yield "workers", _worker_counts(status.get("workers") or ())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
+from kvasir_node.base.snapshot import FanoutSnapshot, MemberSnapshot, NetSnapshot, WireSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
 from kvasir_node.surfaces.reports import peers_text, status_text
 from kvasir_node.surfaces.views import peers_document
@@ -42,3 +42,18 @@ def test_int8_experts_are_told_with_their_error_and_others_not_at_all():
     assert "experts  int8  sums 1.0% off" in shown("int8", 0.0104)
     assert "experts  int8  error unknown" in shown("int8", None)
     assert "\nexperts" not in shown("bfloat16", None)
+
+
+def test_what_rows_travel_in_is_told_when_somebody_asked_for_it():
+    def shown(wire: WireSnapshot) -> str:
+        return status_text(fake_snapshot(fanout=FanoutSnapshot(wire=wire)).to_json())
+
+    assert "wire     int8  logits 0.31% off  192/192 tokens agree" in shown(
+        WireSnapshot("int8", "int8", 0.0031, 192, 192)
+    )
+    refused = WireSnapshot("float32", "int8", 0.0221, 192, 183, "it changes tokens")
+    assert "wire     float32  int8 refused  logits 2.21% off  183/192 tokens agree" in shown(refused)
+    assert "wire     float32  int8 refused\n" in shown(
+        WireSnapshot("float32", "int8", refusal="it could not be measured")
+    )
+    assert "\nwire" not in shown(WireSnapshot("float32"))

@@ -128,6 +128,8 @@ class ExpressDoor:
         if waiting.cancelled_caught:
             raise Unreachable(f"an express connection did not say its token in {OPENING_S:g} s")
         peer, arrived, sending, receiving = self._invitations.redeem(opening, trio.current_time())
+        if tcp.unread_bytes:
+            raise Misbehaved(RejectReason.BAD_FRAME, f"{peer} said more than its opening before it was answered")
         self._check_room(peer)
         hello = sending.seal(b"")
         await tcp.write(LENGTH.pack(len(hello)) + hello)

@@ -145,8 +145,13 @@ class TcpStream(ReadWriteCloser):
         self.unread(first)
         return first.startswith(start)
 
+    @property
+    def unread_bytes(self) -> int:
+        """What was given back and not received again."""
+        return len(self._unread)
+
     def detach(self) -> socket.socket:
-        """The socket, blocking, for a thread; this object is closed then. Nothing that was received may be unread."""
+        """The socket, blocking, for a thread; this object is closed then, and what is unread is lost."""
         trio.lowlevel.notify_closing(self._socket.fileno())
         sock = socket.socket(fileno=self._socket.detach())
         sock.setblocking(True)

@@ -1,7 +1,9 @@
 """A worker's link to one coordinator: attach, answer its calls, detach.
 
-One long-lived call stream, opened by the worker, over which the coordinator calls. It does not know leases' times or
-how weights came here. Whatever the coordinator sends ends at most this link, never the worker.
+One long-lived call stream, opened by the worker, over which the coordinator calls; and, where the coordinator offers
+it, an express channel for the same calls, which a thread answers (express_calls.py). It does not know leases' times or
+how weights came here. Whatever the coordinator sends ends at most this link, never the worker; a channel that ends is
+asked for again after a while, and meanwhile the calls come over the stream.
 """
 
 from __future__ import annotations
@@ -14,19 +16,29 @@ from collections.abc import Callable, Sequence
 import torch
 import trio
 
-from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, Overloaded, RejectReason
+from kvasir_node.base.errors import (
+    CallTimeout,
+    CapacityError,
+    KvasirError,
+    Misbehaved,
+    Overloaded,
+    RejectReason,
+    Unreachable,
+)
 from kvasir_node.base.ids import ModelId, PeerId
 from kvasir_node.decide.placement import Assignment, StandingTold
 from kvasir_node.model.experts import ExpertShard
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Transport
 from kvasir_node.roles.download import RunBlocking
+from kvasir_node.roles.express_calls import ExpressCalls
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
 from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_request
 
 logger = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 5.0
+EXPRESS_RETRY_S = 30.0  # after an express channel ended, or could not be reached
 Compute = Callable[[ExpertShard, ExpertRequest], torch.Tensor]
 """Partial sums [R,D] of a request; runs in a thread."""
 
@@ -55,7 +67,9 @@ class Link:
         computed: Callable[[int], None],
         standing_told: Callable[[StandingTold], None],
         answer_delay_s: float = 0.0,
+        express: bool = False,
     ) -> None:
+        """`express`: the coordinator is asked for an express channel once a slice is attached."""
         self.coordinator = coordinator
         self.model = model
         self.dtype = dtype
@@ -72,6 +86,10 @@ class Link:
         self._idle = trio.Event()
         self._scope = trio.move_on_after(math.inf)
         self._calls: CallStream | None = None
+        self._transport: Transport | None = None
+        self._attached = trio.Event()
+        self._asks_express = express
+        self._express: ExpressCalls | None = None
 
     def leases(self) -> tuple[str, ...]:
         """Those whose slice the coordinator has been offered, or may have been."""
@@ -80,6 +98,7 @@ class Link:
     async def open(self, transport: Transport) -> None:
         """Raises Unreachable. Cancel-safety: nothing is left open."""
         stream = await transport.open_stream(self.coordinator, EXPERTS_PROTOCOL)
+        self._transport = transport
         self._calls = CallStream(
             stream,
             handler=self._handle,
@@ -93,14 +112,24 @@ class Link:
         calls = self._opened()
         try:
             with self._scope:
-                await calls.run()
+                async with trio.open_nursery() as nursery:
+                    if self._asks_express:
+                        nursery.start_soon(self._keep_express)
+                    try:
+                        await self._run_calls(calls)
+                    finally:
+                        ended(self)
+                        nursery.cancel_scope.cancel()
+        finally:
+            await calls.stream.reset()
+
+    async def _run_calls(self, calls: CallStream) -> None:
+        try:
+            await calls.run()
         except KvasirError as error:
             logger.warning("the link to coordinator %s ended: %s", self.coordinator, error)
         except Exception:  # the one door of a link: a bug here must not end the worker, or its other links
             logger.exception("the link to coordinator %s ended by a bug of ours", self.coordinator)
-        finally:
-            ended(self)
-            await calls.stream.reset()
 
     def close(self) -> None:
         self._scope.cancel()
@@ -118,6 +147,7 @@ class Link:
         except KvasirError:
             self._assignments.pop(assignment.lease, None)
             raise
+        self._attached.set()
 
     async def detach(self, assignment: Assignment) -> bool:
         """Tells the coordinator to send nothing more for a slice; False when it was not attached or is gone."""
@@ -134,6 +164,8 @@ class Link:
         """Returns when no call is being answered."""
         if self._in_flight:
             await self._idle.wait()
+        if self._express is not None:
+            await self._express.finish()
 
     def _opened(self) -> CallStream:
         assert self._calls is not None, "a link is opened before it is used"
@@ -149,8 +181,7 @@ class Link:
         raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a coordinator may not call method {method} here")
 
     async def _answer(self, body: memoryview) -> Sequence[bytes | memoryview]:
-        request = read_request(body, hidden_size=self._shard.hidden_size)
-        self._check(request)
+        request = self._read(body)
         if self._in_flight == 0:
             self._idle = trio.Event()
         self._in_flight += 1
@@ -170,6 +201,11 @@ class Link:
         began_at = time.perf_counter()
         return self._compute(self._shard, request), time.perf_counter() - began_at
 
+    def _read(self, body: memoryview) -> ExpertRequest:
+        request = read_request(body, hidden_size=self._shard.hidden_size)
+        self._check(request)
+        return request
+
     def _check(self, request: ExpertRequest) -> None:
         held = self._shard.held(request.layer)
         if not set(request.pair_expert.tolist()) <= held:
@@ -187,3 +223,43 @@ class Link:
         for lease, assignment in self._assignments.items():
             if assignment.slice == told.slice:
                 self._standing_told(StandingTold(lease, proven=told.state == "proven"))
+
+    # The express channel --------------------------------------------------------------------------------------
+
+    async def _keep_express(self) -> None:
+        """Asks for a channel, once something is attached, and serves it; until there is none to be had."""
+        await self._attached.wait()
+        while True:
+            if not await self._ask_express():
+                return
+            await trio.sleep(EXPRESS_RETRY_S)
+
+    async def _ask_express(self) -> bool:
+        """Serves a channel to its end, if there is one; False when the coordinator offers none."""
+        assert self._transport is not None, "a link is opened before it is run"
+        try:
+            invitation = await self._opened().call(int(ExpertsMethod.EXPRESS), timeout_s=ATTACH_TIMEOUT_S)
+            if not invitation:
+                return False
+            channel = await self._transport.accept_invitation(self.coordinator, bytes(invitation))
+        except (CallTimeout, Unreachable, CapacityError) as error:
+            logger.info("coordinator %s is served without an express channel: %s", self.coordinator, error)
+            return True
+        except KvasirError as error:
+            logger.info("coordinator %s offers no express channel: %s", self.coordinator, error)
+            return False
+        logger.info("coordinator %s is served over an express channel", self.coordinator)
+        self._express = ExpressCalls(channel, self._answer_express)
+        try:
+            await self._express.run(self._computed)
+        finally:
+            self._express = None
+        return True
+
+    def _answer_express(self, body: memoryview) -> tuple[int, Sequence[bytes | memoryview]]:
+        """In the channel's thread: which of a worker's coordinators is computed for first is the system's to say."""
+        request = self._read(body)
+        sums, computed_s = self._timed(request)
+        if self._answer_delay_s:
+            time.sleep(self._answer_delay_s)
+        return request.rows.shape[0], answer_parts(sums, request.encoding, computed_s)

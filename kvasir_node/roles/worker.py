@@ -344,6 +344,7 @@ class Worker:
             computed=self._count,
             standing_told=self._on_standing,
             answer_delay_s=self._settings.compute.answer_delay_s,
+            express=self._settings.fanout.express,
         )
         self._linking[key] = trio.Event()
         try:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import select
 import socket
+import struct
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
-from kvasir_node.net.express import DirectionKey, ExpressChannel
+from kvasir_node.net.express import (
+    KEPT_BYTES,
+    SEND_BUFFER_BYTES,
+    DirectionKey,
+    ExpressChannel,
+    answer_body,
+    result_of,
+)
 
 BODY_MAX = 1 << 20
 
@@ -20,9 +37,16 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return left, right
 
 
-def channel_on(sock: socket.socket, *, is_guest: bool) -> ExpressChannel:
-    keys = [DirectionKey(bytes([number]) * 32) for number in ((1, 2) if is_guest else (2, 1))]
-    return ExpressChannel(sock, PeerId("ann" if is_guest else "carl"), *keys, body_bytes_max=BODY_MAX)
+def channel_on(
+    sock: socket.socket,
+    *,
+    is_guest: bool,
+    body_bytes_max: int = BODY_MAX,
+    clock: Callable[[], float] = time.monotonic,
+) -> ExpressChannel:
+    sending, receiving = (DirectionKey(bytes([number]) * 32) for number in ((1, 2) if is_guest else (2, 1)))
+    peer = PeerId("carl" if is_guest else "ann")
+    return ExpressChannel(sock, peer, sending, receiving, body_bytes_max=body_bytes_max, clock=clock)
 
 
 @pytest.fixture
@@ -53,3 +77,302 @@ def test_bodies_of_all_sizes_go_both_ways(pair, size):
         assert not answered.readonly
     thread.join()
     assert guest.bytes_out == guest.bytes_in == inviter.bytes_in == 3 * (4 + 8 + size + 16)
+
+
+class CountedSocket(socket.socket):
+    """Counts its system calls that move bytes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.calls: list[str] = []
+
+    def sendmsg(self, *args: Any):
+        self.calls.append("send")
+        return super().sendmsg(*args)
+
+    def recv_into(self, *args: Any):
+        self.calls.append("receive")
+        return super().recv_into(*args)
+
+
+@pytest.fixture
+def raw():
+    """A channel of a guest, and the bare socket at its other end."""
+    left, right = socket_pair()
+    channel = channel_on(left, is_guest=True)
+    yield channel, right
+    channel.close()
+    right.close()
+
+
+def frames_from_inviter(*bodies: bytes, key: int = 2) -> list[bytes]:
+    """As the inviter would send them, one after the other, each with the call id 7."""
+    sealing = DirectionKey(bytes([key]) * 32)
+    sealed = [sealing.seal(struct.pack("<Q", 7) + body) for body in bodies]
+    return [struct.pack("<I", len(each)) + each for each in sealed]
+
+
+def receive_more(channel: ExpressChannel, timeout_s: float) -> list[bytes]:
+    """What comes until nothing does, or it raises."""
+    got = []
+    for _ in range(4):
+        frame = channel.receive(timeout_s)
+        if frame is not None:
+            got.append(bytes(frame[1]))
+    return got
+
+
+def send_much(channel: ExpressChannel, timeout_s: float) -> None:
+    for _ in range(100):
+        channel.send(1, [bytes(BODY_MAX)], timeout_s)
+
+
+def test_a_frame_costs_one_system_call_at_each_end():
+    sockets = [CountedSocket(each) for each in socket_pair()]
+    guest, inviter = (channel_on(each, is_guest=each is sockets[0]) for each in sockets)
+    for _ in range(10):
+        guest.send(1, [b"a" * 32_768], 5)
+        while not select.select([sockets[1]], [], [], 5)[0]:
+            pass
+        for each in sockets:
+            each.calls.append("|")
+        assert inviter.receive(5) is not None
+    calls = ["".join(name[0] for name in each.calls).split("|") for each in sockets]
+    assert calls[0] == ["s"] * 10 + [""]
+    assert calls[1] == ["", *["r"] * 10]
+    guest.close()
+    inviter.close()
+
+
+def test_half_a_mebibyte_is_sent_without_waiting_where_the_system_allows_such_buffers():
+    sockets = [CountedSocket(each) for each in socket_pair()]
+    guest, inviter = (channel_on(each, is_guest=each is sockets[0]) for each in sockets)
+    if sockets[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= SEND_BUFFER_BYTES:
+        guest.send(1, [bytes(524_288)], 0.0)
+        assert sockets[0].calls == ["send"]
+    guest.close()
+    inviter.close()
+
+
+def test_frames_that_came_together_are_handed_out_one_by_one(raw):
+    channel, other = raw
+    frames = frames_from_inviter(*[bytes([number]) * number for number in range(50)])
+    other.sendall(b"".join(frames[:-1]) + frames[-1][:5])
+    got = [channel.receive(5) for _ in range(49)]
+    assert got == [(7, bytes([number]) * number) for number in range(49)]
+    assert channel.receive_now() is None
+    other.sendall(frames[-1][5:])
+    assert channel.receive(5) == (7, bytes([49]) * 49)
+
+
+def test_a_frame_that_comes_byte_by_byte_is_not_lost_while_nothing_is_complete(raw):
+    channel, other = raw
+    (frame,) = frames_from_inviter(b"slow")
+    for value in frame:
+        assert channel.receive_now() is None
+        other.sendall(bytes([value]))
+    assert channel.receive(5) == (7, b"slow")
+
+
+@pytest.mark.parametrize("position", range(4 + 8 + 5 + 16))
+def test_a_flipped_byte_anywhere_ends_the_channel_before_anything_is_handed_out(position):
+    left, right = socket_pair()
+    channel = channel_on(left, is_guest=True, body_bytes_max=1000)
+    first, second, filler = frames_from_inviter(b"right", b"wrong", bytes(900))
+    flipped = bytearray(second)
+    flipped[position] ^= 1 << position % 8
+    right.sendall(first + flipped + filler)  # a length that became larger is made of what follows
+    assert channel.receive(5) == (7, b"right")
+    with pytest.raises(Misbehaved):
+        receive_more(channel, 0.01)
+    assert channel.is_closed
+    for use in (lambda: channel.receive(5), channel.receive_now, lambda: channel.send(1, [b""], 5)):
+        with pytest.raises(Unreachable, match="has ended"):
+            use()
+    assert left.fileno() == -1
+    assert right.recv(1) == b""
+    right.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("repeated", (0, 0)), ("left out", (1,)), ("swapped", (0, 2, 1)), ("reflected", (3,))]
+)
+def test_frames_out_of_their_order_are_refused(raw, name, order):
+    channel, other = raw
+    frames = [*frames_from_inviter(b"a", b"b", b"c"), *frames_from_inviter(b"a", key=1)]
+    other.sendall(b"".join(frames[each] for each in order))
+    with pytest.raises(Misbehaved, match="not what was sealed"):
+        receive_more(channel, 5)
+    assert channel.is_closed
+
+
+@pytest.mark.parametrize(
+    ("length", "reason"), [(BODY_MAX + 25, "too_large"), (2**32 - 1, "too_large"), (23, "bad_frame")]
+)
+def test_a_length_that_no_frame_has_is_refused_from_its_four_bytes(raw, length, reason):
+    channel, other = raw
+    other.sendall(struct.pack("<I", length))
+    with pytest.raises(Misbehaved) as refused:
+        channel.receive(5)
+    assert refused.value.reason == reason
+    assert channel.is_closed
+
+
+def test_law_7_a_length_that_is_only_claimed_takes_no_memory_and_a_large_frame_gives_it_back(raw):
+    channel, other = raw
+    (frame,) = frames_from_inviter(bytes(BODY_MAX))
+    other.sendall(frame[:100])
+    assert channel.receive(0.01) is None
+    assert len(channel._buffer) == KEPT_BYTES
+    sender = threading.Thread(target=other.sendall, args=(frame[100:],))
+    sender.start()
+    got = channel.receive(5)
+    sender.join()
+    assert got == (7, bytes(BODY_MAX))
+    assert len(channel._buffer) <= 4 + 8 + BODY_MAX + 16
+    assert channel.receive_now() is None
+    assert len(channel._buffer) == KEPT_BYTES
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_whatever_bytes_come_are_a_wait_or_misbehaviour(sent):
+    left, right = socket_pair()
+    channel = channel_on(left, is_guest=True)
+    right.sendall(sent)
+    right.close()
+    with pytest.raises((Misbehaved, Unreachable)):
+        receive_more(channel, 5)
+    assert channel.is_closed
+
+
+def test_a_peer_that_takes_nothing_costs_a_send_its_time_and_the_channel(raw):
+    channel, _ = raw
+    began_at = time.monotonic()
+    with pytest.raises(CallTimeout, match=r"in 0\.05 s"):
+        send_much(channel, 0.05)
+    assert time.monotonic() - began_at < 5
+    assert channel.is_closed
+    with pytest.raises(Unreachable, match=r"not taken in 0\.05 s"):
+        channel.send(1, [b""], 1)
+
+
+def test_a_receive_that_gets_nothing_takes_its_time_and_costs_nothing(pair):
+    guest, inviter = pair
+    began_at = time.monotonic()
+    assert guest.receive(0.05) is None
+    assert 0.04 < time.monotonic() - began_at < 5
+    inviter.send(1, [b"late"], 1)
+    assert guest.receive(5) == (1, b"late")
+
+
+def test_what_comes_too_slowly_is_not_waited_for_beyond_the_time():
+    now = iter(range(100))
+    left, right = socket_pair()
+    channel = channel_on(left, is_guest=True, clock=lambda: float(next(now)))
+    right.sendall(frames_from_inviter(b"whole")[0][:-1])
+    assert channel.receive(1.0) is None  # at the second look at the clock, whatever has come until then
+    assert next(now) == 2
+    channel.close()
+    right.close()
+
+
+def test_two_peers_that_both_send_more_than_the_system_holds_do_not_wait_for_each_other():
+    size = 24 << 20
+    left, right = socket_pair()
+    ends = channel_on(left, is_guest=True, body_bytes_max=size), channel_on(right, is_guest=False, body_bytes_max=size)
+    got: list[object] = []
+
+    def exchange(channel: ExpressChannel) -> None:
+        channel.send(1, [bytes(size)], 10)
+        got.append(channel.receive(10))
+
+    threads = [threading.Thread(target=exchange, args=(each,)) for each in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [(1, bytes(size))] * 2
+    for each in ends:
+        each.close()
+
+
+@pytest.mark.parametrize("waits_in", ["receive", "send"])
+def test_close_from_another_thread_wakes_who_waits_and_frees_the_descriptor(raw, waits_in):
+    channel, _ = raw
+    sock = channel._socket
+    raised: list[BaseException] = []
+    is_waiting = threading.Event()
+
+    def use() -> None:
+        is_waiting.set()
+        try:
+            while True:
+                if waits_in == "receive":
+                    channel.receive(math.inf)
+                else:
+                    channel.send(1, [bytes(BODY_MAX)], math.inf)
+        except Unreachable as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    is_waiting.wait()
+    channel.close("the test is over")
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "the test is over" in str(raised[0])
+    assert sock.fileno() == -1
+    channel.close("again")
+    assert channel.end_reason == "the test is over"
+
+
+def test_the_end_comes_after_what_was_sent_before_it(pair):
+    guest, inviter = pair
+    inviter.send(1, [b"last words"], 1)
+    inviter.close()
+    assert guest.receive(5) == (1, b"last words")
+    with pytest.raises(Unreachable, match="the peer closed the connection"):
+        guest.receive(5)
+    assert guest.is_closed
+
+
+def test_a_reset_is_the_end(pair):
+    guest, inviter = pair
+    inviter._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    inviter._socket.close()
+    with pytest.raises(Unreachable, match=r"broke|closed"):
+        guest.receive(5)
+
+
+def test_a_body_too_large_to_send_costs_nothing_else(pair):
+    guest, inviter = pair
+    with pytest.raises(UsageError, match="at most 1048576"):
+        guest.send(1, [bytes(BODY_MAX), b"1"], 5)
+    guest.send(2, [b"small"], 5)
+    assert inviter.receive(5) == (2, b"small")
+
+
+def test_a_dead_machine_is_noticed_by_the_system(raw):
+    channel, _ = raw
+    sock = channel._socket
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+
+
+def test_an_answer_is_a_result_whose_arrays_are_aligned_or_an_error(pair):
+    guest, inviter = pair
+    for result in ([b"head", b"sums"], [], [b"\x00"]):
+        inviter.send(1, answer_body(result), 1)
+        _, body = guest.receive(5)
+        assert result_of(body) == b"".join(result)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(body)) if len(body) else 0
+        assert address % 8 == 0
+    inviter.send(1, answer_body(Overloaded("full")), 1)
+    error = result_of(guest.receive(5)[1])
+    assert isinstance(error, Overloaded)
+    assert str(error) == "full"
+    for nothing in (b"", b"\x00", b"\x00\x00\x00", b"\x63text"):
+        with pytest.raises(Misbehaved):
+            result_of(memoryview(nothing))

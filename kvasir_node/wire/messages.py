@@ -33,13 +33,16 @@ from kvasir_node.wire.codec import Fields, decode, encode
 from kvasir_node.wire.lists import (
     MEMORY_MAX,
     SLICES_MAX,
+    LeaseCount,
     TableRow,
     check_numbered,
     numbered,
     of_first_models,
+    read_leases,
     read_pairs,
     read_rows,
     read_wants,
+    spell_leases,
     spell_pairs,
     spell_rows,
     spell_wants,
@@ -361,6 +364,7 @@ class DemandTable:
     rows: tuple[TableRow, ...]  # ascending by model and slice
     slice_bytes: Mapping[ModelId, int] = field(default_factory=dict[ModelId, int])  # of one slice in memory, at least
     idle: int = 0  # nodes that poll this hub and hold nothing: who polls at once with them should take its time
+    leases: tuple[LeaseCount, ...] = ()  # granted or renewed by this hub, not proven: other hubs count them too
 
     def to_bytes(self) -> bytes:
         """At most TABLE_BYTES_MAX: rows that do not fit are left out, the last first."""
@@ -384,6 +388,7 @@ class DemandTable:
                 "addrs": cut_addresses(self.addresses),
                 "idle": self.idle,
                 "models": spell_rows(rows, self.slice_bytes),
+                "leases": spell_leases(self.leases),
             }
         )
 
@@ -397,8 +402,9 @@ class DemandTable:
         addresses = fields.items("addrs", ADDRESSES_MAX, read_address)
         idle = fields.integer("idle", 0, COUNT_MAX)
         rows, slice_bytes = read_rows(fields, "models")
+        leases = read_leases(fields, "leases")
         fields.end()
-        return cls(epoch, sequence, issued_at, ttl_s, addresses, rows, slice_bytes, idle)
+        return cls(epoch, sequence, issued_at, ttl_s, addresses, rows, slice_bytes, idle, leases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_o
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.wire.codec import encode
 from kvasir_node.wire.columns import spell_numbers, spell_slices
-from kvasir_node.wire.lists import COPIES_MAX, PEERS_MAX, PROVEN_MAX, TABLE_MODELS_MAX, TableRow
+from kvasir_node.wire.lists import COPIES_MAX, LEASE_GROUPS_MAX, PEERS_MAX, PROVEN_MAX, TABLE_MODELS_MAX, TableRow
 from kvasir_node.wire.messages import (
     RENEWALS_MAX,
     TABLE_BYTES_MAX,
@@ -146,6 +146,9 @@ tables = st.builds(
     addresses=addresses,
     rows=rows,
     idle=counts,
+    leases=st.dictionaries(st.tuples(peer_ids, models, slice_ids), counts, max_size=5).map(
+        lambda found: tuple(sorted((*key, count) for key, count in found.items()))
+    ),
 )
 held = st.sets(st.tuples(models, slice_ids), max_size=4).map(lambda found: tuple(sorted(found)))
 round_trip_times = st.dictionaries(peer_ids, seconds, max_size=4).map(lambda found: tuple(sorted(found.items())))
@@ -248,12 +251,19 @@ def thousand_rows(seed: int | None) -> tuple[TableRow, ...]:
     return tuple(TableRow(MODEL, part, *(chance.randrange(4) for _ in range(3))) for part in slices)
 
 
-@pytest.mark.parametrize(("seed", "most"), [(None, 1024), (1, 4096), (2, 4096)])
+@pytest.mark.parametrize(("seed", "most"), [(None, 1200), (1, 4096), (2, 4096)])
 def test_a_table_of_a_thousand_slices_is_small(seed, most):
-    # measured 2026-11-29: 933 bytes when the numbers are alike, 3,745 and 3,760 when each is drawn
+    # measured 2026-11-29: 1,015 bytes when the numbers are alike, 3,827 and 3,842 when each is drawn
     data = dataclasses.replace(TABLE, rows=thousand_rows(seed)).to_bytes()
     assert len(data) <= most
     assert len(DemandTable.from_bytes(data).rows) == 1000
+
+
+def test_a_table_of_a_thousand_slices_that_are_all_leased_at_once_is_small():
+    # measured 2026-11-29: 1,828 bytes
+    rows = thousand_rows(None)
+    leases = tuple((PeerId("12D3KooW" + "x" * 44), MODEL, row.slice, 1) for row in rows)
+    assert len(dataclasses.replace(TABLE, rows=rows, leases=leases).to_bytes()) < 2048
 
 
 def test_64_leases_in_one_message_take_less_room_than_in_a_message_each():
@@ -315,6 +325,26 @@ def test_a_table_is_refused_when(changed, complaint):
     fields = cbor2.loads(TABLE.to_bytes())
     with pytest.raises(Misbehaved, match=complaint):
         DemandTable.from_bytes(encode(fields | {"models": changed(fields["models"][0])}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        (lambda row: [row, row], "coordinators with leases are listed in ascending order"),
+        (lambda row: [[*row[:2], b"", b""]], "coordinators with leases"),
+        (lambda row: [row[:3]], "a column of leases"),
+        (lambda row: [[*row[:3], b""]], "1 numbers"),
+    ],
+)
+def test_the_leases_of_a_table_are_refused_when(changed, complaint):
+    fields = cbor2.loads(TABLE.to_bytes())
+    with pytest.raises(Misbehaved, match=complaint):
+        DemandTable.from_bytes(encode(fields | {"leases": changed(fields["leases"][0])}))
+
+
+def test_a_table_tells_the_leases_of_so_many_coordinators_and_no_more():
+    many = tuple(sorted((PeerId(f"peer {n}"), MODEL, PART, 1) for n in range(LEASE_GROUPS_MAX + 5)))
+    assert DemandTable.from_bytes(dataclasses.replace(TABLE, leases=many).to_bytes()).leases == many[:LEASE_GROUPS_MAX]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.admission import Admission, AdmissionLimits, Load
+from kvasir_node.decide.costs import CostBook
 from kvasir_node.decide.demand import demand_for
-from kvasir_node.decide.fanout import plan_route
+from kvasir_node.decide.planner import PlanLimits, plan
+from kvasir_node.decide.prediction import Scene
+from kvasir_node.decide.routes import at_home, shares_held
 
 STEADY = settings(max_examples=150, deadline=None, derandomize=True)
 EXPERTS = 8
@@ -21,17 +24,14 @@ held_sets = st.fixed_dictionaries({layer: st.frozensets(st.integers(0, EXPERTS -
 @STEADY
 @given(held_sets, proven_pairs, heats)
 def test_whoever_is_proven_no_held_expert_leaves_while_calm(held, proven, heat):
-    route = plan_route(
-        layers=(0, 1),
-        experts_per_layer=EXPERTS,
-        held=held,
-        proven=proven,
-        heat=heat,
-        spread=False,
-        reason="off: calm",
-    )
-    assert not route.on
-    assert all(route.peers[layer][index] is None for layer in held for index in held[layer])
+    """Neither by the routes that are planned for it, nor by those that were in force when it came."""
+    scene = Scene((0, 1), EXPERTS, 2, 1024, held, proven, heat)
+    costs = CostBook(borrow_s=0.01).costs(0.0, {peer for peer, _ in proven})
+    found = plan(scene, costs, 16, PlanLimits(4.0, must_share=True))
+    for routes in (found.home, at_home(found.routes, held)):
+        assert shares_held(routes, held) == 0
+        assert all(routes[layer][index] is None for layer in held for index in held[layer])
+    assert found.layers_shared == shares_held(found.routes, held)
 
 
 @STEADY

@@ -1,14 +1,19 @@
 """Law 3: proof belongs to one (peer, slice); who only connected, or only claims, carries and counts nothing."""
 
+from functools import cache
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
+from kvasir_node.decide.costs import CostBook
 from kvasir_node.decide.demand import demand_for
-from kvasir_node.decide.fanout import plan_route
 from kvasir_node.decide.ledger import Ledger, LedgerLimits, Standing
 from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
+from kvasir_node.decide.planner import PlanLimits, plan
+from kvasir_node.decide.prediction import Scene
+from kvasir_node.decide.routes import without_unproven
 
 STEADY = settings(max_examples=200, deadline=None, derandomize=True)
 LIMITS = LedgerLimits(
@@ -24,17 +29,17 @@ LOW, HIGH = SliceId(0, 0, 3), SliceId(0, 4, 7)
 
 
 def carriers(ledger: Ledger) -> set[tuple[PeerId, SliceId]]:
-    """Who gets pairs of which slice, when everything may leave and nothing is held."""
-    route = plan_route(
-        layers=(0,),
-        experts_per_layer=8,
-        held={},
-        proven=ledger.proven(),
-        heat={},
-        spread=True,
-        reason="on",
-    )
-    return {(peer, LOW if index < 4 else HIGH) for index, peer in enumerate(route.peers[0]) if peer is not None}
+    """Who gets pairs of which slice, when everything may leave: by a new plan, or by what is left of older routes."""
+    proven = tuple(ledger.proven())
+    old = without_unproven({0: tuple(PEERS) * 4}, proven)
+    rows = [planned_for(proven), old[0]]
+    return {(peer, LOW if index < 4 else HIGH) for row in rows for index, peer in enumerate(row) if peer is not None}
+
+
+@cache
+def planned_for(proven: tuple[tuple[PeerId, SliceId], ...]) -> tuple[PeerId | None, ...]:
+    costs = CostBook(borrow_s=0.01).costs(0.0, PEERS)  # also of who may carry nothing
+    return plan(Scene((0,), 8, 2, 1024, {}, proven, {}), costs, 4, PlanLimits(4.0)).routes[0]
 
 
 def told(ledger: Ledger) -> set[tuple[PeerId, SliceId]]:

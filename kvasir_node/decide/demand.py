@@ -1,11 +1,14 @@
 """What a coordinator asks the market for: how many copies of which slices.
 
-It does not know hubs, leases or who answers. want = what is missing here (the base) + the surge while saturated.
+It does not know hubs, leases or who answers. want = what is missing here (the base) + the surge.
+
+The surge comes at once and goes slowly, one copy at a time: workers that were fetched by it are why nobody waits any
+more, so an empty queue is no reason to let them go. It goes when the load is one that this machine could carry alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvasir_node.base.ids import PeerId, SliceId
@@ -74,3 +77,64 @@ def slice_heat(part: SliceId, heat: Mapping[int, Sequence[float]]) -> float:
 
 def _mean_heat(slices: Sequence[SliceId], heat: Mapping[int, Sequence[float]]) -> float:
     return sum(slice_heat(part, heat) for part in slices) / len(slices) if slices else 0.0
+
+
+SURGE_DECAY_S = 30.0  # the surge loses a copy each time the load was light for so long
+LIGHT_LOAD = 0.75  # light = less than this share of what this machine can do alone; above it the queue would come back
+COLD, WARM = 0.4, 0.6  # of the average heat: below a slice becomes cold, above it is warm again
+
+
+class Demands:
+    """The wants of one coordinator over time. `surge` = copies of each slice beyond what is missing."""
+
+    def __init__(self, slices: Sequence[SliceId], surge_copies_max: int, base_copies: int = 1) -> None:
+        self._slices = tuple(slices)
+        self._surge_copies_max = surge_copies_max
+        self._base_copies = base_copies
+        self._cold: frozenset[SliceId] = frozenset()
+        self._light_since: float | None = None
+        self._told: dict[SliceId, Wanted] = {}
+        self.surge = 0
+
+    def observe(self, now: float, *, saturated: bool, pressure: float, load: float) -> None:
+        """`load` = what is done per second now, as a share of what this machine alone could do per second."""
+        if saturated:
+            self.surge = max(self.surge, surge_copies(pressure, self._surge_copies_max))
+        if saturated or load >= LIGHT_LOAD or not self.surge:
+            self._light_since = None
+        elif self._light_since is None:
+            self._light_since = now
+        elif now - self._light_since >= SURGE_DECAY_S:
+            self.surge, self._light_since = self.surge - 1, now
+
+    def next_at(self) -> float | None:
+        """When `observe` must come again though nothing happens."""
+        return None if self._light_since is None else self._light_since + SURGE_DECAY_S
+
+    def note_heat(self, heat: Mapping[int, Sequence[float]]) -> None:
+        """Which slices are used so little that one copy fewer will do; those between two bounds stay as they were."""
+        mean = _mean_heat(self._slices, heat)
+        self._cold = frozenset(
+            part for part in self._slices if slice_heat(part, heat) < mean * (WARM if part in self._cold else COLD)
+        )
+
+    def wants(self, missing: Collection[SliceId], proven: Iterable[tuple[PeerId, SliceId]]) -> tuple[Wanted, ...]:
+        """Copies wanted of each slice with something to say; `proven` with the most useful peers first.
+
+        What has not changed since the last call is the same object.
+        """
+        holders: dict[SliceId, list[PeerId]] = {}
+        for peer, part in proven:
+            holders.setdefault(part, []).append(peer)
+        found: list[Wanted] = []
+        for part in self._slices:
+            surge = self.surge - (self.surge > 1 and part in self._cold)
+            want = surge + (self._base_copies if part in missing else 0)
+            copies = tuple(holders.get(part, ()))
+            if not want and not copies:
+                continue
+            told = self._told.get(part)
+            if told is None or told.want != want or told.proven != copies:
+                told = self._told[part] = Wanted(part, want, copies)
+            found.append(told)
+        return tuple(found)

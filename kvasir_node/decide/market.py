@@ -3,106 +3,70 @@
 It commands nobody: it answers polls and renewals. It does not know signatures, streams or clocks; `now` is
 monotonic seconds, `wall` seconds since 1970. A copy counts only when the slice's own coordinator lists the peer as
 proven, or, for a bounded time, while a lease on it makes progress.
+
+Several hubs agree without a leader. A coordinator's list of proven peers, the most useful first, is the same for all
+of them: those beyond the wanted number leave, the last first. Of leases that are not proven yet hubs tell each other
+the number (`news`, `hear`). Each slice is filled first by one of the hubs (the highest hash of both names), which also
+keeps its leases when two hubs have granted too many.
+
+Every operation costs about the same with ten thousand leases as with ten: what falls due lies in a heap, what is open
+in an index.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvasir_node.base.errors import RejectReason
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide.demand import Wanted
+from kvasir_node.decide.market_books import (
+    Book,
+    Demand,
+    Key,
+    Lease,
+    LeaseOffer,
+    LeaseReport,
+    MarketLimits,
+    OpenBooks,
+    ProofTimes,
+    TableEntry,
+)
+from kvasir_node.decide.market_hubs import OtherHubs
+from kvasir_node.decide.trial_caps import address_range
 
+__all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits", "TableEntry"]
 
-@dataclass(frozen=True, slots=True)
-class MarketLimits:
-    lease_ttl_s: float
-    progress_timeout_s: float  # without progress an unproven lease ends; ten times this even with it
-    tenure_min_s: float  # a proven worker is let go no sooner
-    surplus_grace_s: float  # ... and only when it has been surplus this long
-    leases_max: int
-    issuers_max: int
-    clock_skew_max_s: float
-    poll_interval_s: float
-    pollers_max: int = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What one coordinator wants of one model; a newer (epoch, sequence) replaces an older one."""
-
-    issuer: PeerId
-    epoch: int
-    sequence: int
-    issued_at: float  # the issuer's wall clock
-    ttl_s: float
-    model: ModelId
-    dtype: str
-    slice_bytes: int  # in memory, in this dtype
-    addresses: tuple[str, ...]
-    wants: tuple[Wanted, ...]
-    near_rtt_s: float = 0.005  # nearer workers take a share of every layer, others whole layers
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseOffer:
-    lease: str
-    model: ModelId
-    dtype: str
-    slice: SliceId
-    coordinator: PeerId
-    addresses: tuple[str, ...]
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    """One slice over all coordinators: copies wanted, proven, and leased but not proven yet."""
-
-    model: ModelId
-    slice: SliceId
-    want: int
-    proven: int
-    leased: int
-
-
-Key = tuple[PeerId, ModelId, SliceId]  # (coordinator, model, slice)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseReport:
-    """What a worker says of one lease when it renews it; `progress` grows while it gets anywhere."""
-
-    lease: str
-    key: Key
-    progress: int
-
-
-@dataclass(slots=True)
-class _Lease:
-    id: str
-    worker: PeerId
-    key: Key
-    granted_at: float
-    expires_at: float
-    progress: int = 0
-    progress_at: float = 0.0
-    proven_at: float | None = None
+REST_POLLS_S = 50.0  # when nothing is open, all idle nodes together are asked to poll this often
+LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
+DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
+LATE_RATIO_MAX = 0.1  # of all copies wanted, so many at most are asked for a second time because a lease is late
 
 
 @dataclass(slots=True)
 class _Issuer:
     demand: Demand
     expires_at: float
-    wants: dict[SliceId, Wanted] = field(default_factory=dict[SliceId, Wanted])
+    wants: dict[SliceId, Wanted]
 
 
 @dataclass(slots=True)
 class _Strike:
     count: int
     until: float
+
+
+@dataclass(slots=True)
+class _Asker:
+    worker: PeerId
+    memory_bytes: int
+    busy: set[tuple[ModelId, SliceId]]
+    round_trips: dict[PeerId, float]
+    now: float
 
 
 class Market:
@@ -120,13 +84,23 @@ class Market:
         self._young_until = started_at + limits.lease_ttl_s
         self._issuers: dict[PeerId, _Issuer] = {}
         self._heard: dict[PeerId, tuple[int, int]] = {}  # newest (epoch, sequence); heard longest ago first
-        self._leases: dict[str, _Lease] = {}
-        self._of_key: dict[Key, dict[str, _Lease]] = {}
-        self._of_worker: dict[PeerId, dict[str, _Lease]] = {}
-        self._surplus_since: dict[Key, float] = {}
+        self._books: dict[Key, Book] = {}
+        self._open = OpenBooks()
+        self._leases: dict[str, Lease] = {}
+        self._of_worker: dict[PeerId, dict[str, Lease]] = {}
+        self._of_origin: Counter[str] = Counter()  # unproven leases by range of addresses
         self._strikes: dict[tuple[PeerId, ModelId], _Strike] = {}
-        self._pollers: dict[PeerId, float] = {}
+        self._pollers: dict[PeerId, float] = {}  # idle ones, who polled longest ago first
+        self._retry_s = limits.poll_interval_s  # told last
         self._granted = 0
+        self._due: list[tuple[float, int, str]] = []  # when to look at which lease again; may be too soon
+        self._dues = 0
+        self._issuer_due = math.inf
+        self._proof_times = ProofTimes(limits.progress_timeout_s)
+        self._late = 0  # leases that are
+        self._want_total = 0
+        self._hubs = OtherHubs(name, limits.told_ttl_s, limits.hubs_max, limits.leases_max)
+        self._news: dict[Key, int] = {}
 
     @property
     def lease_count(self) -> int:
@@ -136,10 +110,21 @@ class Market:
     def coordinator_count(self) -> int:
         return len(self._issuers)
 
+    @property
+    def open_copies(self) -> int:
+        return self._open.copies
+
     def idle_count(self, now: float) -> int:
         """Peers that polled lately and hold no lease."""
-        recent = (peer for peer, at in self._pollers.items() if now - at < self._recent_s())
-        return sum(1 for peer in recent if peer not in self._of_worker)
+        window_s = max(10 * self._limits.poll_interval_s, 2 * self._retry_s)
+        while self._pollers:
+            first = next(iter(self._pollers))
+            if now - self._pollers[first] < window_s:
+                break
+            del self._pollers[first]
+        return len(self._pollers)
+
+    # Demand ---------------------------------------------------------------------------------------------------
 
     def report(self, demand: Demand, now: float, wall: float) -> RejectReason | None:
         """Takes a coordinator's demand; the reason when it changes nothing."""
@@ -151,10 +136,95 @@ class Market:
         if demand.issuer not in self._issuers and len(self._issuers) >= self._limits.issuers_max:
             return RejectReason.TOO_MANY
         self._note_heard(demand)
-        wants = {wanted.slice: wanted for wanted in demand.wants}
-        self._issuers[demand.issuer] = _Issuer(demand, now + demand.ttl_s, wants)
-        self._observe(now)
+        entry = self._issuers.get(demand.issuer)
+        expires_at = now + demand.ttl_s
+        self._issuer_due = min(self._issuer_due, expires_at)
+        if entry is not None and entry.demand.model == demand.model:
+            unchanged = entry.demand.wants is demand.wants
+            entry.demand, entry.expires_at = demand, expires_at
+            if not unchanged:
+                self._take_wants(entry, now)
+            return None
+        if entry is not None:
+            self._forget_issuer(entry, now)
+        self._issuers[demand.issuer] = entry = _Issuer(demand, expires_at, {})
+        self._take_wants(entry, now)
         return None
+
+    def _take_wants(self, entry: _Issuer, now: float) -> None:
+        demand, before = entry.demand, entry.wants
+        entry.wants = {wanted.slice: wanted for wanted in demand.wants}
+        for part, wanted in entry.wants.items():
+            known = before.pop(part, None)
+            if wanted is not known and wanted != known:
+                self._set_wanted(self._book((demand.issuer, demand.model, part)), wanted, now)
+        for part in before:
+            self._set_wanted(self._book((demand.issuer, demand.model, part)), None, now)
+
+    def _forget_issuer(self, entry: _Issuer, now: float) -> None:
+        del self._issuers[entry.demand.issuer]
+        for part in entry.wants:
+            self._set_wanted(self._book((entry.demand.issuer, entry.demand.model, part)), None, now)
+
+    def _set_wanted(self, book: Book, wanted: Wanted | None, now: float) -> None:
+        self._want_total += (0 if wanted is None else wanted.want) - book.want
+        book.wanted = wanted
+        book.proven = frozenset(() if wanted is None else wanted.proven)
+        self._refresh(book, now)
+
+    def _note_heard(self, demand: Demand) -> None:
+        self._heard.pop(demand.issuer, None)
+        self._heard[demand.issuer] = (demand.epoch, demand.sequence)
+        if len(self._heard) > self.REMEMBERED_PER_ISSUER * self._limits.issuers_max:
+            del self._heard[next(iter(self._heard))]
+
+    def _book(self, key: Key) -> Book:
+        book = self._books.get(key)
+        if book is None:
+            book = self._books[key] = Book(key, self._hubs.is_ours(key))
+        return book
+
+    def _refresh(self, book: Book, now: float) -> None:
+        """Works out anew what follows from a book's demand, leases and news; forgets it when nothing is left."""
+        unproven = 0
+        for lease in book.leases.values():
+            if (lease.worker in book.proven) is not (lease.proven_at is not None):
+                self._note_proof(lease, lease.proven_at is None, now)
+            unproven += lease.counts
+        if unproven != book.unproven:
+            self._news[book.key] = book.unproven = unproven
+        before, elsewhere = book.open, book.elsewhere
+        book.open = 0 if book.wanted is None else book.want - len(book.proven) - unproven - elsewhere
+        if book.open > 0 >= before:
+            book.open_since = now
+        self._open.put(book, before)
+        copies = len(book.proven) + unproven + elsewhere
+        stragglers = len(book.proven) >= book.want and any(lease.is_late for lease in book.leases.values())
+        unwanted = book.wanted is None and bool(book.leases)
+        if copies > book.want or stragglers or unwanted:
+            book.surplus_since = now if book.surplus_since is None else book.surplus_since
+        else:
+            book.surplus_since = None
+        if book.is_empty:
+            del self._books[book.key]
+
+    def _note_proof(self, lease: Lease, is_proven: bool, now: float) -> None:
+        if is_proven:
+            self._proof_times.note(now - lease.granted_at)
+            self._not_late(lease)
+            lease.proven_at = now
+            self._strikes.pop((lease.worker, lease.key[1]), None)
+            self._of_origin[lease.origin] -= 1
+        else:
+            lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
+            self._of_origin[lease.origin] += 1
+            self._watch(lease)
+
+    def _not_late(self, lease: Lease) -> None:
+        self._late -= lease.is_late
+        lease.is_late = False
+
+    # Polls ----------------------------------------------------------------------------------------------------
 
     def poll(
         self,
@@ -164,34 +234,134 @@ class Market:
         have: Iterable[tuple[ModelId, SliceId]],
         busy: Iterable[tuple[ModelId, SliceId]],
         round_trips: Iterable[tuple[PeerId, float]] = (),
+        address: str = "",
         now: float,
     ) -> LeaseOffer | float:
         """A lease on the slice that needs this worker most, or after how many seconds to ask again.
 
         `round_trips` (s) as the worker has measured them: one that is far from a coordinator first fills the layers
-        that it already has a part in; one that is near, or has not measured yet, spreads over them.
+        that it already has a part in; one that is near, or has not measured yet, spreads over them. While more nodes
+        are idle than copies open, nobody gets a second lease before the first is proven.
         """
         self.tick(now)
-        self._note_poll(worker, now)
-        on_disk, taken, away_s = set(have), set(busy), dict(round_trips)
-        held = Counter((*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(worker, {}).values())
-        best: tuple[tuple[float, ...], Key] | None = None
-        for key in self._open_keys():
-            issuer, model, part = key
-            demand = self._issuers[issuer].demand
-            if issuer == worker or demand.slice_bytes > memory_bytes or (model, part) in taken:
+        self._note_idle(worker, now)
+        origin = address_range(address) if address else ""
+        if len(self._leases) < self._limits.leases_max and self._may_have_another(worker, origin, now):
+            asking = _Asker(worker, memory_bytes, set(busy), dict(round_trips), now)
+            book = self._beside(asking) or self._neediest(asking, have)
+            if book is not None:
+                return self._grant(worker, book, origin, now)
+        self._retry_s = max(self._limits.poll_interval_s, self.idle_count(now) / REST_POLLS_S)
+        return self._retry_s
+
+    def _note_idle(self, worker: PeerId, now: float) -> None:
+        """The worker was heard of: it is idle unless it holds a lease."""
+        self._pollers.pop(worker, None)
+        if worker in self._of_worker:
+            return
+        self._pollers[worker] = now
+        if len(self._pollers) > self._limits.pollers_max:
+            del self._pollers[next(iter(self._pollers))]
+
+    def _may_have_another(self, worker: PeerId, origin: str, now: float) -> bool:
+        if origin and self._of_origin[origin] >= self._limits.unproven_per_address_max:
+            return False
+        unproven = sum(lease.proven_at is None for lease in self._of_worker.get(worker, {}).values())
+        idle = self.idle_count(now)
+        return not unproven or not idle or unproven < self._open.copies / idle
+
+    def _suits(self, book: Book, asker: _Asker) -> bool:
+        if book.key[1:] in asker.busy or book.holds(asker.worker):
+            return False
+        strike = self._strikes.get((asker.worker, book.key[1]))
+        # Who came to nothing before gets what others have left.
+        return strike is None or asker.now - book.open_since >= 2 * self._limits.poll_interval_s
+
+    def _may_serve(self, issuer: PeerId, asker: _Asker) -> bool:
+        demand = self._issuers[issuer].demand
+        if issuer == asker.worker or demand.slice_bytes > asker.memory_bytes:
+            return False
+        return not self._must_wait(asker.worker, demand.model, asker.now)
+
+    def _beside(self, asker: _Asker) -> Book | None:
+        """For a worker that is far from a coordinator: the neediest slice in a layer that it already has a part in."""
+        best: Book | None = None
+        layers = {(*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(asker.worker, {}).values()}
+        for issuer, model, layer in sorted(layers):
+            entry = self._issuers.get(issuer)
+            if entry is None or entry.demand.model != model or not self._may_serve(issuer, asker):
                 continue
-            if self._holds(key, worker) or self._must_wait(worker, model, now):
+            if asker.round_trips.get(issuer, 0.0) < entry.demand.near_rtt_s:
                 continue
-            want, opened = self._issuers[issuer].wants[part].want, self._open(key)
-            far = away_s.get(issuer, 0.0) >= demand.near_rtt_s
-            beside = held[issuer, model, part.layer]
-            rank = (far and beside > 0, opened / want, (model, part) in on_disk, 0 if far else -beside, opened)
-            if best is None or rank > best[0]:
-                best = (rank, key)
-        if best is None or len(self._leases) >= self._limits.leases_max:
-            return self._limits.poll_interval_s * (1 + self.idle_count(now) / 100)
-        return self._grant(worker, best[1], now)
+            for part in entry.wants:
+                book = self._books[issuer, model, part] if part.layer == layer else None
+                if book is None or book.rank is None or not self._suits(book, asker):
+                    continue
+                if best is None or best.rank is None or book.rank > best.rank:
+                    best = book
+        return best
+
+    def _neediest(self, asker: _Asker, have: Iterable[tuple[ModelId, SliceId]]) -> Book | None:
+        on_disk = [
+            book
+            for model, part in have
+            for issuer in self._issuers
+            if (book := self._books.get((issuer, model, part))) is not None and book.rank is not None
+        ]
+        held = Counter((*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(asker.worker, {}).values())
+        for row in self._open.rows():
+            for book in on_disk:
+                issuer, _, part = book.key
+                is_here = row.get(issuer, {}).get(part) is book
+                if is_here and self._may_serve(issuer, asker) and self._suits(book, asker):
+                    return book
+            best: tuple[int, Book] | None = None
+            for issuer, books in row.items():
+                if not self._may_serve(issuer, asker):
+                    continue
+                for book in books.values():
+                    beside = held[issuer, book.key[1], book.key[2].layer]
+                    if (best is None or beside < best[0]) and self._suits(book, asker):
+                        best = beside, book
+                        if not beside:
+                            self._open.turn(book)
+                            return book
+            if best is not None:
+                return best[1]
+        return None
+
+    def _must_wait(self, worker: PeerId, model: ModelId, now: float) -> bool:
+        strike = self._strikes.get((worker, model))
+        return strike is not None and now < strike.until
+
+    def _grant(self, worker: PeerId, book: Book, origin: str, now: float) -> LeaseOffer:
+        self._granted += 1
+        while f"{self._name}.{self._granted}" in self._leases:  # a worker may renew an id that was never granted
+            self._granted += 1
+        lease = self._insert(f"{self._name}.{self._granted}", worker, book, origin, now)
+        key, demand = book.key, self._issuers[book.key[0]].demand
+        return LeaseOffer(lease.id, key[1], demand.dtype, key[2], key[0], demand.addresses, self._limits.lease_ttl_s)
+
+    def _insert(self, lease_id: str, worker: PeerId, book: Book, origin: str, now: float) -> Lease:
+        lease = Lease(
+            lease_id,
+            worker,
+            book.key,
+            origin,
+            granted_at=now,
+            expires_at=now + self._limits.lease_ttl_s,
+            want_then=book.want,
+            progress_at=now,
+        )
+        self._leases[lease_id] = book.leases[lease_id] = lease
+        self._of_worker.setdefault(worker, {})[lease_id] = lease
+        self._of_origin[origin] += 1
+        self._pollers.pop(worker, None)
+        self._watch(lease)
+        self._refresh(book, now)
+        return lease
+
+    # Leases ---------------------------------------------------------------------------------------------------
 
     def renew_all(self, worker: PeerId, reports: Sequence[LeaseReport], now: float) -> list[tuple[float, str]]:
         """For each lease (ttl, "") to go on, or (0, reason) when it has ended; in order."""
@@ -211,49 +381,209 @@ class Market:
         if progress > lease.progress:
             lease.progress, lease.progress_at = progress, now
         if self._is_surplus(lease, now):
-            self._end(lease)
+            self._end(lease, now)
+            self._note_idle(worker, now)
             return 0.0, "no longer needed"
         lease.expires_at = now + self._limits.lease_ttl_s
         return self._limits.lease_ttl_s, ""
 
-    def release(self, worker: PeerId, lease_id: str) -> None:
+    def release(self, worker: PeerId, lease_id: str, now: float) -> None:
         """The worker gives a lease back; unknown ones are ignored."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.worker == worker:
-            self._end(lease)
+            self._end(lease, now)
+            self._note_idle(worker, now)
 
-    def end_unlisted(self, worker: PeerId, busy: Iterable[tuple[ModelId, SliceId]]) -> None:
+    def end_unlisted(self, worker: PeerId, busy: Iterable[tuple[ModelId, SliceId]], now: float) -> None:
         """Ends the leases that a worker does not list when it asks: it was restarted, or never heard of them."""
         listed = set(busy)
         for lease in list(self._of_worker.get(worker, {}).values()):
             if lease.key[1:] not in listed:
-                self._end(lease)
+                self._end(lease, now)
+
+    def _adopt(self, worker: PeerId, lease_id: str, key: Key, now: float) -> Lease | None:
+        """Takes over a lease that another hub, or this one before a restart, had granted."""
+        if len(self._leases) >= self._limits.leases_max or key[0] == worker or self._must_wait(worker, key[1], now):
+            return None
+        book = self._book(key)
+        known = worker in book.proven or (book.wanted is not None and book.open > 0)
+        known = known or self._take_from_granter(book, lease_id)
+        held = any(lease.worker == worker for lease in book.leases.values())
+        if held or not (known or now < self._young_until):
+            self._refresh(book, now)
+            return None
+        return self._insert(lease_id, worker, book, "", now)
+
+    def _take_from_granter(self, book: Book, lease_id: str) -> bool:
+        """Whether the hub that granted a lease of that name has told of one on this slice; it is ours from now on."""
+        for peer, count in book.told.items():
+            if self._hubs.granted(peer, lease_id):
+                self._hubs.note(peer, book.key, count - 1)
+                book.told[peer] = count - 1
+                if count == 1:
+                    del book.told[peer]
+                return True
+        return False
+
+    def _end(self, lease: Lease, now: float) -> None:
+        del self._leases[lease.id]
+        own = self._of_worker[lease.worker]
+        del own[lease.id]
+        if not own:
+            del self._of_worker[lease.worker]
+        self._not_late(lease)
+        if lease.proven_at is None:
+            self._of_origin[lease.origin] -= 1
+        if not self._of_origin[lease.origin]:
+            del self._of_origin[lease.origin]
+        book = self._books[lease.key]
+        del book.leases[lease.id]
+        self._refresh(book, now)
+
+    def _is_surplus(self, lease: Lease, now: float) -> bool:
+        """Whether this lease is the one to go: surplus for long enough, past its tenure, last in usefulness.
+
+        Usefulness: proven before unproven, then as its coordinator lists them; unproven ones by age, late ones last. Of
+        one hub one goes at a time, each at its own renewal. Tenure protects from demand that flaps: not a copy that
+        was never wanted.
+        """
+        book = self._books[lease.key]
+        if book.wanted is None and now < self._young_until:
+            return False  # its coordinator may not have reported to us yet
+        if book.surplus_since is None or now - book.surplus_since < self._limits.surplus_grace_s:
+            return False
+        if lease.proven_at is None:
+            rivals = [other for other in book.leases.values() if other.proven_at is None]
+            last = max(rivals, key=lambda other: (other.is_late, other.granted_at, other.id))
+            return last is lease and len(rivals) > max(0, book.want - len(book.proven) - self._before_us(book))
+        assert book.wanted is not None  # it lists the worker
+        if now - lease.proven_at < self._limits.tenure_min_s and book.want < lease.want_then:
+            return False
+        places = {peer: place for place, peer in enumerate(book.wanted.proven)}
+        place = places[lease.worker]
+        own = max(places[other.worker] for other in book.leases.values() if other.proven_at is not None)
+        return place >= book.want and place == own
+
+    # Time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Ends what expired: demand that was not repeated, leases not renewed, or without progress."""
-        for issuer in [peer for peer, entry in self._issuers.items() if entry.expires_at <= now]:
-            del self._issuers[issuer]
-        self._observe(now)
-        for lease in list(self._leases.values()):
-            came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
-            if came_to_nothing and self._is_needed(lease.key):  # else it is the coordinator that has gone, or is served
-                self._strike(lease, now)
-            if came_to_nothing or lease.expires_at <= now:
-                self._end(lease)
+        if self._issuer_due <= now:
+            for entry in [entry for entry in self._issuers.values() if entry.expires_at <= now]:
+                self._forget_issuer(entry, now)
+            self._issuer_due = min((entry.expires_at for entry in self._issuers.values()), default=math.inf)
+        for peer in self._hubs.silent(now):
+            self._forget_hub(peer, now)
+            self._share_out(now)
+        while self._due and self._due[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._due)[2])
+            if lease is not None:
+                self._look_at(lease, now)
+
+    def _watch(self, lease: Lease) -> None:
+        """Has the lease looked at when something may be due; entries that came too soon are put off then."""
+        self._push(min(self._due_at(lease), lease.granted_at + LOOK_S), lease)
+        if len(self._due) > 2 * len(self._leases) + DUE_SLACK:  # most of it is of leases that have ended
+            self._due = []
+            for other in self._leases.values():
+                self._push(self._due_at(other), other)
+
+    def _push(self, at: float, lease: Lease) -> None:
+        self._dues += 1
+        heapq.heappush(self._due, (at, self._dues, lease.id))
+
+    def _due_at(self, lease: Lease) -> float:
+        if lease.proven_at is not None:
+            return lease.expires_at
+        patience = self._limits.progress_timeout_s
+        return min(lease.expires_at, lease.progress_at + patience, lease.granted_at + 10 * patience)
+
+    def _look_at(self, lease: Lease, now: float) -> None:
+        came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
+        if came_to_nothing and self._books[lease.key].want > 0:  # else its coordinator has gone, or is served
+            self._strike(lease, now)
+        if came_to_nothing or lease.expires_at <= now:
+            self._end(lease, now)
+            return
+        is_late = lease.counts and now - lease.granted_at >= self._proof_times.late_s
+        if is_late and self._late + 1 <= LATE_RATIO_MAX * self._want_total:
+            lease.is_late = True
+            self._late += 1
+            self._refresh(self._books[lease.key], now)
+        look_at = min(self._due_at(lease), now + LOOK_S) if lease.counts else self._due_at(lease)
+        # Just past what is due: a deadline that is reached is not yet missed.
+        self._push(max(look_at, math.nextafter(now, math.inf)), lease)
+
+    def _is_stuck(self, lease: Lease, now: float) -> bool:
+        """Whether an unproven lease gets nowhere: no step by its end, none for long, or no proof for very long."""
+        patience = self._limits.progress_timeout_s
+        nothing_yet = lease.expires_at <= now and lease.progress == 0
+        return nothing_yet or now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
+
+    def _strike(self, lease: Lease, now: float) -> None:
+        """A lease that came to nothing: this worker waits, longer each time, before the next on the same model."""
+        pair = (lease.worker, lease.key[1])
+        strike = self._strikes.setdefault(pair, _Strike(0, 0.0))
+        strike.count += 1
+        strike.until = now + self._limits.progress_timeout_s * 2.0 ** min(strike.count - 1, 10)
+        if len(self._strikes) > self._limits.pollers_max:
+            del self._strikes[next(iter(self._strikes))]
+
+    # Other hubs -----------------------------------------------------------------------------------------------
+
+    def news(self) -> dict[Key, int]:
+        """Slices whose number of unproven leases here has changed since the last call, for the other hubs."""
+        news, self._news = self._news, {}
+        return news
+
+    def all_news(self) -> dict[Key, int]:
+        """The same of all slices, for a hub that has heard nothing yet."""
+        return {key: book.unproven for key, book in self._books.items() if book.unproven}
+
+    def hear(self, peer: PeerId, name: str, counts: Mapping[Key, int], now: float, *, is_all: bool) -> None:
+        """What another hub, which names its leases so, tells; with `is_all` what it does not mention is none.
+
+        A hub that says nothing for `told_ttl_s` is forgotten, so also nothing new must be told.
+        """
+        if self._hubs.is_new(peer, name):
+            self._forget_hub(peer, now)
+            self._hubs.meet(peer, name, now)
+            self._share_out(now)
+        for key, count in self._hubs.take(peer, counts, now, is_all=is_all).items():
+            self._tell(peer, key, count, now)
+
+    def _forget_hub(self, peer: PeerId, now: float) -> None:
+        for key in self._hubs.forget(peer):
+            self._tell(peer, key, 0, now)
+
+    def _tell(self, peer: PeerId, key: Key, count: int, now: float) -> None:
+        book = self._book(key)
+        if count:
+            book.told[peer] = count
+        else:
+            book.told.pop(peer, None)
+        self._refresh(book, now)
+
+    def _share_out(self, now: float) -> None:
+        """Hubs came or went: some slices are now others' to fill first."""
+        for key, book in list(self._books.items()):
+            book.is_ours = self._hubs.is_ours(key)
+            self._refresh(book, now)
+
+    def _before_us(self, book: Book) -> int:
+        """Unproven leases of hubs that keep theirs before we do."""
+        return sum(count for peer, count in book.told.items() if self._hubs.comes_before_us(peer, book.key))
+
+    # What others see ------------------------------------------------------------------------------------------
 
     def table(self) -> tuple[TableEntry, ...]:
         """Every slice with a want, a proven copy or a lease, in order."""
         counts: dict[tuple[ModelId, SliceId], list[int]] = {}
-        for issuer, entry in self._issuers.items():
-            for part, wanted in entry.wants.items():
-                row = counts.setdefault((entry.demand.model, part), [0, 0, 0])
-                row[0] += wanted.want
-                row[1] += len(wanted.proven)
-                row[2] += self._unproven((issuer, entry.demand.model, part))
-        for key in self._of_key:
-            if self._wanted(key) is None:
-                row = counts.setdefault(key[1:], [0, 0, 0])
-                row[2] += self._unproven(key)
+        for (_, model, part), book in self._books.items():
+            row = counts.setdefault((model, part), [0, 0, 0])
+            row[0] += book.want
+            row[1] += len(book.proven)
+            row[2] += sum(lease.proven_at is None for lease in book.leases.values()) + book.elsewhere
         return tuple(TableEntry(model, part, *row) for (model, part), row in sorted(counts.items()) if any(row))
 
     def slice_bytes(self) -> dict[ModelId, int]:
@@ -263,136 +593,3 @@ class Market:
             size = entry.demand.slice_bytes
             found[entry.demand.model] = min(found.get(entry.demand.model, size), size)
         return found
-
-    def _recent_s(self) -> float:
-        return 10 * self._limits.poll_interval_s
-
-    def _note_poll(self, worker: PeerId, now: float) -> None:
-        self._pollers.pop(worker, None)
-        self._pollers[worker] = now
-        if len(self._pollers) > self._limits.pollers_max:
-            del self._pollers[next(iter(self._pollers))]
-
-    def _note_heard(self, demand: Demand) -> None:
-        self._heard.pop(demand.issuer, None)
-        self._heard[demand.issuer] = (demand.epoch, demand.sequence)
-        if len(self._heard) > self.REMEMBERED_PER_ISSUER * self._limits.issuers_max:
-            del self._heard[next(iter(self._heard))]
-
-    def _wanted(self, key: Key) -> Wanted | None:
-        entry = self._issuers.get(key[0])
-        return entry.wants.get(key[2]) if entry is not None and entry.demand.model == key[1] else None
-
-    def _unproven(self, key: Key) -> int:
-        wanted = self._wanted(key)
-        proven = wanted.proven if wanted is not None else ()
-        return sum(1 for lease in self._of_key.get(key, {}).values() if lease.worker not in proven)
-
-    def _open(self, key: Key) -> int:
-        wanted = self._wanted(key)
-        return 0 if wanted is None else wanted.want - len(wanted.proven) - self._unproven(key)
-
-    def _open_keys(self) -> list[Key]:
-        return [
-            key
-            for issuer, entry in self._issuers.items()
-            for part in entry.wants
-            if self._open(key := (issuer, entry.demand.model, part)) > 0
-        ]
-
-    def _holds(self, key: Key, worker: PeerId) -> bool:
-        return any(lease.worker == worker for lease in self._of_key.get(key, {}).values())
-
-    def _grant(self, worker: PeerId, key: Key, now: float) -> LeaseOffer:
-        self._granted += 1
-        while f"{self._name}.{self._granted}" in self._leases:  # a worker may renew an id that was never granted
-            self._granted += 1
-        lease = self._insert(f"{self._name}.{self._granted}", worker, key, now)
-        demand = self._issuers[key[0]].demand
-        return LeaseOffer(lease.id, key[1], demand.dtype, key[2], key[0], demand.addresses, self._limits.lease_ttl_s)
-
-    def _insert(self, lease_id: str, worker: PeerId, key: Key, now: float) -> _Lease:
-        lease = _Lease(lease_id, worker, key, now, now + self._limits.lease_ttl_s, progress_at=now)
-        self._leases[lease_id] = lease
-        self._of_key.setdefault(key, {})[lease_id] = lease
-        self._of_worker.setdefault(worker, {})[lease_id] = lease
-        return lease
-
-    def _adopt(self, worker: PeerId, lease_id: str, key: Key, now: float) -> _Lease | None:
-        """Takes over a lease that another hub, or this one before a restart, had granted."""
-        if len(self._leases) >= self._limits.leases_max or self._holds(key, worker) or key[0] == worker:
-            return None
-        if self._must_wait(worker, key[1], now):
-            return None
-        wanted = self._wanted(key)
-        known = wanted is not None and (worker in wanted.proven or self._open(key) > 0)
-        return self._insert(lease_id, worker, key, now) if known or now < self._young_until else None
-
-    def _end(self, lease: _Lease) -> None:
-        del self._leases[lease.id]
-        own = self._of_worker[lease.worker]
-        del own[lease.id]
-        if not own:
-            del self._of_worker[lease.worker]
-        siblings = self._of_key[lease.key]
-        del siblings[lease.id]
-        if not siblings:
-            del self._of_key[lease.key]
-            self._surplus_since.pop(lease.key, None)
-
-    def _is_stuck(self, lease: _Lease, now: float) -> bool:
-        """Whether an unproven lease gets nowhere: no step by its end, none for long, or no proof for very long."""
-        patience = self._limits.progress_timeout_s
-        nothing_yet = lease.expires_at <= now and lease.progress == 0
-        return nothing_yet or now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
-
-    def _is_needed(self, key: Key) -> bool:
-        wanted = self._wanted(key)
-        return wanted is not None and wanted.want > 0
-
-    def _must_wait(self, worker: PeerId, model: ModelId, now: float) -> bool:
-        strike = self._strikes.get((worker, model))
-        return strike is not None and now < strike.until
-
-    def _strike(self, lease: _Lease, now: float) -> None:
-        """A lease that came to nothing: this worker waits, longer each time, before the next on the same model."""
-        pair = (lease.worker, lease.key[1])
-        strike = self._strikes.setdefault(pair, _Strike(0, 0.0))
-        strike.count += 1
-        strike.until = now + self._limits.progress_timeout_s * 2.0 ** min(strike.count - 1, 10)
-        if len(self._strikes) > self._limits.pollers_max:
-            del self._strikes[next(iter(self._strikes))]
-
-    def _observe(self, now: float) -> None:
-        """Notes which leases are proven, and since when a slice has more copies than wanted."""
-        for key, leases in self._of_key.items():
-            wanted = self._wanted(key)
-            for lease in leases.values():
-                if wanted is not None and lease.worker in wanted.proven:
-                    if lease.proven_at is None:
-                        lease.proven_at = now
-                    self._strikes.pop((lease.worker, key[1]), None)
-                elif lease.proven_at is not None:
-                    lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
-            if len(leases) > (0 if wanted is None else wanted.want):
-                self._surplus_since.setdefault(key, now)
-            else:
-                self._surplus_since.pop(key, None)
-
-    def _is_surplus(self, lease: _Lease, now: float) -> bool:
-        """Whether this lease is the one to go: surplus for long enough, past its tenure, last in usefulness.
-
-        Usefulness: proven before unproven, then the longer proven. One goes at a time, each at its own renewal.
-        """
-        if self._wanted(lease.key) is None and now < self._young_until:
-            return False  # its coordinator may not have reported to us yet
-        since = self._surplus_since.get(lease.key)
-        if since is None or now - since < self._limits.surplus_grace_s:
-            return False
-        if lease.proven_at is not None and now - lease.proven_at < self._limits.tenure_min_s:
-            return False
-        last = max(
-            self._of_key[lease.key].values(),
-            key=lambda other: (other.proven_at is None, other.proven_at or 0.0, other.granted_at, other.id),
-        )
-        return last is lease

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.demand import Wanted, demand_for, slice_heat, surge_copies
+from kvasir_node.decide.demand import SURGE_DECAY_S, Demands, Wanted, demand_for, slice_heat, surge_copies
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 LOW, HIGH = SliceId(0, 0, 1), SliceId(0, 2, 3)
@@ -98,3 +98,87 @@ def test_more_pressure_never_wants_less_and_the_surge_is_bounded(held, heat, pre
 def test_every_proven_copy_is_told_once(proven):
     found = demand(ALL, proven=proven)
     assert sorted((peer, w.slice) for w in found for peer in w.proven) == sorted(proven)
+
+
+# Over time ------------------------------------------------------------------------------------------------------
+
+
+def at_full_surge() -> Demands:
+    demands = Demands((LOW, HIGH), 2)
+    demands.observe(0.0, saturated=True, pressure=2.0, load=1.0)
+    assert demands.surge == 2
+    return demands
+
+
+def test_a_surge_comes_at_once_and_stays_while_the_queue_is_empty_only_thanks_to_it():
+    demands = at_full_surge()
+    for now in range(1, 3600):
+        demands.observe(float(now), saturated=False, pressure=0.5, load=0.8)
+    assert demands.surge == 2
+    assert demands.next_at() is None
+
+
+def test_a_surge_goes_one_copy_at_a_time_when_this_machine_could_do_it_alone():
+    demands = at_full_surge()
+    seen = []
+    for now in range(100):
+        demands.observe(float(now), saturated=False, pressure=0.5, load=0.7)
+        seen.append(demands.surge)
+    assert seen == [2] * 30 + [1] * 30 + [0] * 40
+    assert demands.next_at() is None
+
+
+def test_a_light_moment_is_not_enough():
+    demands = at_full_surge()
+    for now in range(1000):
+        demands.observe(float(now), saturated=False, pressure=0.5, load=0.8 if now % 29 == 0 else 0.1)
+    assert demands.surge == 2
+
+
+def test_a_surge_that_came_back_counts_from_anew():
+    demands = at_full_surge()
+    demands.observe(1.0, saturated=False, pressure=0.0, load=0.0)
+    assert demands.next_at() == 1.0 + SURGE_DECAY_S
+    demands.observe(1.0 + SURGE_DECAY_S, saturated=False, pressure=0.0, load=0.0)
+    assert demands.surge == 1
+    demands.observe(32.0, saturated=True, pressure=9.0, load=2.0)
+    assert demands.surge == 2
+    assert demands.next_at() is None
+
+
+def test_wants_are_the_base_and_the_surge_and_what_is_proven_in_the_order_given():
+    demands = at_full_surge()
+    assert demands.wants({HIGH}, ((BOB, LOW), (ANN, LOW))) == (Wanted(LOW, 2, (BOB, ANN)), Wanted(HIGH, 3, ()))
+    demands.surge = 0
+    assert demands.wants({HIGH}, ((BOB, LOW),)) == (Wanted(LOW, 0, (BOB,)), Wanted(HIGH, 1, ()))
+    assert demands.wants((), ()) == ()
+
+
+def test_what_did_not_change_is_the_same_object():
+    demands = at_full_surge()
+    before, after = demands.wants((), ((BOB, LOW),)), demands.wants((), ((BOB, LOW),))
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_a_slice_between_cold_and_warm_stays_what_it_was():
+    demands = at_full_surge()
+    wants = []
+    for low in (10.0, 5.5, 4.0, 2.4, 4.0, 6.0, 10.0):  # of HIGH's 10: shares of the mean 1, .71, .57, .39, .57, .75, 1
+        demands.note_heat({0: [low, 0.0, 10.0, 0.0]})
+        wants.append(demands.wants((), ())[0].want)
+    assert wants == [2, 2, 2, 1, 1, 2, 2]
+
+
+@STEADY
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 8), st.floats(0, 3), st.floats(0.1, 100)), max_size=60))
+def test_a_surge_is_bounded_and_falls_by_one_copy_in_so_many_seconds_at_most(steps):
+    demands, now, fell_at = Demands((LOW,), 3), 0.0, float("-inf")
+    for saturated, pressure, load, passed_s in steps:
+        now += passed_s
+        before = demands.surge
+        demands.observe(now, saturated=saturated, pressure=pressure, load=load)
+        assert 0 <= demands.surge <= 3
+        if demands.surge < before:
+            assert before - demands.surge == 1
+            assert now - fell_at >= SURGE_DECAY_S
+            fell_at = now

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -6,7 +8,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvasir_node.base.errors import RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits, TableEntry
+from kvasir_node.decide.market import (
+    DUE_SLACK,
+    REST_POLLS_S,
+    Demand,
+    LeaseOffer,
+    LeaseReport,
+    Market,
+    MarketLimits,
+    TableEntry,
+)
 
 CARL, CORA = PeerId("carl"), PeerId("cora")  # coordinators
 WILL, WANDA, WU = PeerId("will"), PeerId("wanda"), PeerId("wu")  # workers
@@ -54,9 +65,16 @@ class World:
         )
         return self.market.report(demand, self.now, WALL + self.now)
 
-    def poll(self, worker, *, have=(), busy=(), memory_bytes=RICH, rtt_s=0.0):
-        away = [(CARL, rtt_s)]
-        return self.market.poll(worker, memory_bytes=memory_bytes, have=have, busy=busy, round_trips=away, now=self.now)
+    def poll(self, worker, *, have=(), busy=(), memory_bytes=RICH, rtt_s=0.0, address=""):
+        return self.market.poll(
+            worker,
+            memory_bytes=memory_bytes,
+            have=have,
+            busy=busy,
+            round_trips=[(CARL, rtt_s)],
+            address=address,
+            now=self.now,
+        )
 
     def lease(self, worker, **asked: object) -> LeaseOffer:
         offer = self.poll(worker, **asked)
@@ -123,14 +141,101 @@ def test_the_slice_with_the_largest_share_open_is_offered_first():
     assert world.lease(WILL).slice == HIGH
 
 
-def test_who_gets_nothing_is_told_when_to_ask_again_and_more_idle_nodes_ask_more_rarely():
+def test_who_gets_nothing_is_told_when_to_ask_again_and_a_crowd_asks_more_rarely():
     world = World()
-    assert world.poll(WILL) == 2.0 * 1.01
-    for number in range(200):
+    assert world.poll(WILL) == 2.0
+    for number in range(499):
         world.poll(PeerId(f"idle {number}"))
-    assert world.poll(WILL) == pytest.approx(2.0 * 3.01)
-    assert world.market.idle_count(world.now) == 201
-    assert world.market.idle_count(world.now + 21.0) == 0
+    assert world.poll(WILL) == 500 / REST_POLLS_S
+    assert world.market.idle_count(world.now) == 500
+    assert world.market.idle_count(world.now + 19.9) == 500
+    assert world.market.idle_count(world.now + 20.0) == 0
+
+
+def test_while_more_nodes_are_idle_than_copies_open_nobody_gets_a_second_lease_before_the_first_is_proven():
+    world = World()
+    world.report(wanted(1, part=LOW))
+    world.poll(WANDA)
+    world.poll(WU)
+    world.report(wanted(1, WANDA, part=LOW), wanted(1, part=HIGH), wanted(1, part=SliceId(1, 0, 3)))
+    world.market.idle_count(world.now)
+    world.lease(WILL)
+    assert isinstance(world.poll(WILL, busy=[(MODEL, HIGH)]), float)  # WU is idle and one is open
+    world.market.end_unlisted(WANDA, (), world.now)
+    world.lease(WU)
+    world.report(wanted(1, WILL, part=HIGH), wanted(2, WU, part=SliceId(1, 0, 3)))
+    world.lease(WILL, busy=[(MODEL, HIGH)])
+
+
+def test_machines_of_one_range_of_addresses_hold_so_many_unproven_leases_and_no_more():
+    world = World(limits=replace(LIMITS, unproven_per_address_max=2, leases_max=100))
+    world.report(wanted(50))
+    near = [world.poll(PeerId(f"near {n}"), address=f"/ip4/198.51.100.{n}/tcp/1") for n in range(5)]
+    assert [isinstance(answer, LeaseOffer) for answer in near] == [True, True, False, False, False]
+    world.lease(WILL, address="/ip4/203.0.113.1/tcp/1")
+    world.report(wanted(50, PeerId("near 0")))
+    world.lease(PeerId("near 3"), address="/ip4/198.51.100.3/tcp/1")
+
+
+def test_who_came_to_nothing_before_gets_what_others_have_left():
+    world = World()
+    world.report(wanted(1), ttl_s=1e6)
+    world.lease(WILL)
+    world.now = 15.0  # never heard of again
+    world.lease(WANDA)
+    world.now = 80.0
+    world.report(wanted(1), wanted(1, part=HIGH), ttl_s=1e6)
+    assert isinstance(world.poll(WILL), float)
+    assert world.lease(WU).slice == HIGH
+    world.report(wanted(2), ttl_s=1e6)
+    world.now += 4.0
+    assert world.lease(WILL).slice == LOW
+
+
+def test_a_lease_that_is_late_is_open_again_and_both_may_be_proven():
+    world = World(limits=replace(LIMITS, leases_max=1000))
+    peers = [PeerId(f"peer {number}") for number in range(20)]
+    world.report(wanted(20), ttl_s=1e6)
+    crew = [(peer, world.lease(peer)) for peer in peers]
+    world.keep(6.0, *crew, progress=True)
+    world.report(wanted(20, *peers[:17]), ttl_s=1e6)
+    world.keep(27.0, *crew, progress=True)
+    assert isinstance(world.poll(WILL), float)
+    world.keep(33.0, *crew, progress=True)  # later than half of the patience: 2 of 3, a tenth of what is wanted
+    late = [world.lease(worker) for worker in (WILL, WANDA)]
+    assert isinstance(world.poll(WU), float)
+    world.report(wanted(20, *peers[:17], peers[19], WILL, WANDA), ttl_s=1e6)
+    assert world.counts() == [(LOW, 20, 20, 2)]
+    everybody = [*crew, (WILL, late[0]), (WANDA, late[1])]
+    world.now += 6.0
+    kept = [worker for worker, offer in everybody if world.renew(worker, offer, 99)[0] > 0]
+    assert set(peers[:17]) <= set(kept)
+    assert len(kept) < len(everybody)
+
+
+def test_a_copy_that_was_never_wanted_goes_without_tenure():
+    world = World(started_at=0.0)
+    world.report(wanted(1, WILL), ttl_s=1e6)
+    assert world.market.renew(WILL, "old.1", KEY, progress=1, now=0.0)[0] > 0
+    assert world.market.renew(WANDA, "old.2", KEY, progress=1, now=0.0)[0] > 0
+    world.report(wanted(1, WILL, WANDA), ttl_s=1e6)
+    world.now = 5.0  # the grace is over, the tenure is not
+    assert world.market.renew(WILL, "old.1", KEY, progress=2, now=world.now)[0] > 0
+    assert world.market.renew(WANDA, "old.2", KEY, progress=2, now=world.now) == (0.0, "no longer needed")
+    world.report(wanted(1, WILL), ttl_s=1e6)
+    assert world.counts() == [(LOW, 1, 1, 0)]
+
+
+def test_entries_of_leases_that_ended_do_not_gather():
+    world = World()
+    world.report(wanted(1))
+    for _ in range(5000):
+        world.market.release(WILL, world.lease(WILL).lease, world.now)
+    assert len(world.market._due) <= DUE_SLACK + 2
+    world.lease(WILL)
+    world.now = 15.0
+    world.market.tick(world.now)
+    assert world.market.lease_count == 0
 
 
 def test_simultaneous_askers_get_different_slices():
@@ -268,7 +373,7 @@ def test_proof_wipes_the_slate_clean():
     world.now = 75.0
     offer = world.lease(WILL)
     world.report(wanted(1, WILL))
-    world.market.release(WILL, offer.lease)
+    world.market.release(WILL, offer.lease, world.now)
     world.report(wanted(1))
     assert world.lease(WILL).slice == LOW
 
@@ -289,10 +394,10 @@ def test_a_lease_given_back_is_open_at_once_and_only_its_holder_can_give_it_back
     world = World()
     world.report(wanted(1))
     offer = world.lease(WILL)
-    world.market.release(WANDA, offer.lease)
-    world.market.release(WILL, "no such lease")
+    world.market.release(WANDA, offer.lease, 0.0)
+    world.market.release(WILL, "no such lease", 0.0)
     assert isinstance(world.poll(WANDA), float)
-    world.market.release(WILL, offer.lease)
+    world.market.release(WILL, offer.lease, world.now)
     assert world.lease(WANDA).slice == LOW
 
 
@@ -574,7 +679,7 @@ class AnyOrder(RuleBasedStateMachine):
     def release(self, data):
         if self.held:
             lease = data.draw(st.sampled_from(sorted(self.held)))
-            self.world.market.release(self.held.pop(lease)[0], lease)
+            self.world.market.release(self.held.pop(lease)[0], lease, self.world.now)
 
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 9), part=parts)
     def make_up_a_lease(self, worker, number, part):

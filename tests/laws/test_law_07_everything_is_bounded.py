@@ -8,7 +8,7 @@ from kvasir_node.decide.admission import Admission, AdmissionLimits
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import Ledger, LedgerLimits
-from kvasir_node.decide.market import Demand, Market, MarketLimits
+from kvasir_node.decide.market import DUE_SLACK, Demand, Market, MarketLimits
 from kvasir_node.decide.placement import Assignment, HubsKnown, OfferReceived, Placement, PlacementLimits
 
 MODEL = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
@@ -110,8 +110,9 @@ def test_market():
         assert len(market._pollers) <= 40
         assert len(market._strikes) <= 40
         assert len(market._heard) <= 10 * Market.REMEMBERED_PER_ISSUER
-        assert len(market._of_key) <= 30
-        assert len(market._surplus_since) <= 30
+        assert len(market._books) <= 10 * len(parts) + 30
+        assert len(market._of_origin) <= 30
+        assert len(market._due) <= 2 * 30 + DUE_SLACK
 
 
 def test_placement():

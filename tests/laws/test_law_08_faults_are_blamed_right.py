@@ -88,7 +88,7 @@ def test_a_lease_that_came_to_nothing_counts_against_its_worker_only_while_its_c
 
 def test_a_lease_given_back_counts_against_nobody():
     market, offer = leased(demand_ttl_s=1000.0)
-    market.release(ANN, offer.lease)
+    market.release(ANN, offer.lease, 0.0)
     assert not wait_of(market, 1.0)
 
 

@@ -7,7 +7,6 @@ know models, experts or blocks.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,11 +19,11 @@ from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
 from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
-from kvasir_node.wire.envelope import SignFunction, open_record, seal, strip_membership, with_membership
-from kvasir_node.wire.lists import SLICES_MAX, TABLE_MODELS_MAX, TableRow
+from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND, skew_words
+from kvasir_node.wire.envelope import SignFunction, open_record, seal, with_membership
+from kvasir_node.wire.lists import SLICES_MAX, TABLE_MODELS_MAX, LeaseCount, TableRow
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
-    TABLE_BYTES_MAX,
     DemandRecord,
     DemandTable,
     LeaseVerdict,
@@ -39,7 +38,6 @@ from kvasir_node.wire.messages import (
 logger = logging.getLogger(__name__)
 
 DEMAND_KIND = "demand"
-TABLE_KIND = "table"
 IN_FLIGHT_MAX = 16  # calls of one peer
 MODELS_MAX = 4096  # whose names are remembered
 
@@ -58,6 +56,7 @@ class Hub:
         *,
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
+        address_of: Callable[[PeerId], str] = lambda _: "",
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -68,10 +67,13 @@ class Hub:
         self._secret = secret
         self._addresses = addresses
         self._table_changed = table_changed
+        self._address_of = address_of
         self._wall = wall
         self._epoch = int(wall() * 1000)
         self._sequence = 0
         self._changed = trio.Event()
+        self._met: dict[PeerId, int] = {}  # other hubs, and the epoch of each; heard last, last
+        self._must_greet = False  # one of them has not heard us yet
         self._names: dict[str, str] = {}  # of models that were lately wanted
         self._market = Market(
             MarketLimits(
@@ -84,7 +86,7 @@ class Hub:
                 clock_skew_max_s=settings.clock_skew_max_s,
                 poll_interval_s=settings.poll_interval_s,
             ),
-            name=f"{self._epoch:x}",
+            name=_lease_prefix(peer_id, self._epoch),
             started_at=trio.current_time(),
         )
 
@@ -119,7 +121,7 @@ class Hub:
 
     async def run(self) -> None:
         """Gossips the table until cancelled: when it changed (at most once per interval), else as a refresh."""
-        told: tuple[TableRow, ...] | None = None
+        told: tuple[tuple[TableRow, ...], tuple[LeaseCount, ...]] | None = None
         told_at = float("-inf")
         while True:
             with trio.move_on_after(1.0):
@@ -127,11 +129,24 @@ class Hub:
             self._changed = trio.Event()
             now = trio.current_time()
             self._market.tick(now)
-            rows = self._rows()
-            if rows != told or now - told_at >= self._settings.gossip_refresh_s:
-                told, told_at = rows, now
-                await self._publish(rows)
+            news = self._rows(), self._leases()
+            if news != told or self._must_greet or now - told_at >= self._settings.gossip_refresh_s:
+                told, told_at, self._must_greet = news, now, False
+                await self._publish(*news)
             await trio.sleep(self._settings.gossip_interval_min_s)
+
+    def hear(self, peer: PeerId, table: DemandTable) -> None:
+        """Another hub's table: its leases count here too. One that we have not heard since it began is told ours at
+        once, as it knows nothing yet."""
+        if self._met.pop(peer, None) != table.epoch:
+            self._must_greet = True
+            self._changed.set()
+        self._met[peer] = table.epoch
+        if len(self._met) > HUBS_MAX:
+            del self._met[next(iter(self._met))]
+        counts = {(coordinator, model, part): count for coordinator, model, part, count in table.leases}
+        name = _lease_prefix(peer, table.epoch)
+        self._market.hear(peer, name, counts, trio.current_time(), is_all=True)
 
     def _on_report(self, peer: PeerId, body: bytes | memoryview) -> None:
         record = open_record(DEMAND_KIND, body, body_bytes_max=MESSAGE_BYTES_MAX)
@@ -178,6 +193,7 @@ class Hub:
             have=poll.have,
             busy=poll.busy,
             round_trips=poll.round_trips,
+            address=self._address_of(peer),
             now=trio.current_time(),
         )
         if not isinstance(answer, LeaseOffer):
@@ -212,7 +228,10 @@ class Hub:
             rows = sorted(rows, key=lambda row: -row.open)[:SLICES_MAX]
         return tuple(rows)
 
-    async def _publish(self, rows: tuple[TableRow, ...]) -> None:
+    def _leases(self) -> tuple[LeaseCount, ...]:
+        return tuple(sorted((*key, count) for key, count in self._market.all_news().items()))
+
+    async def _publish(self, rows: tuple[TableRow, ...], leases: tuple[LeaseCount, ...]) -> None:
         self._sequence += 1
         table = DemandTable(
             epoch=self._epoch,
@@ -223,6 +242,7 @@ class Hub:
             rows=rows,
             slice_bytes=self._market.slice_bytes(),
             idle=self._market.idle_count(trio.current_time()),
+            leases=leases,
         )
         self._table_changed(table)
         sealed = seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign)
@@ -240,80 +260,6 @@ class Hub:
         )
 
 
-def skew_words(skew_s: float) -> str:
-    """How far a clock that is read elsewhere is from the one here."""
-    return f"the sender's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the reader's"
-
-
-class TableReader:
-    """Keeps the newest table of each hub and knows how many copies are open; for gossip validators and workers.
-
-    A table is taken only when a member sent it, its signature is right, its clock is within bounds, and it is newer
-    than what its hub said before: what strangers say, and replays, change nothing.
-    """
-
-    HUBS_MAX = 64
-
-    def __init__(self, secret: bytes, clock_skew_max_s: float, wall: Callable[[], float] = time.time) -> None:
-        self._secret = secret
-        self._clock_skew_max_s = clock_skew_max_s
-        self._wall = wall
-        self._tables: dict[PeerId, tuple[DemandTable, float]] = {}  # hub -> table, good until
-        self._skews: dict[PeerId, tuple[float, float]] = {}  # hub -> skew in s, told until
-
-    def take(self, data: bytes) -> bool:
-        """Checks and keeps a gossiped table; False when it changes nothing."""
-        try:
-            sealed = strip_membership(self._secret, data)
-            record = open_record(TABLE_KIND, sealed, body_bytes_max=TABLE_BYTES_MAX)
-            table = DemandTable.from_bytes(record.body)
-        except Misbehaved as error:
-            logger.debug("a table was refused: %s", error)
-            return False
-        return self.keep(record.issuer, table)
-
-    def keep(self, hub: PeerId, table: DemandTable) -> bool:
-        known = self._tables.get(hub)
-        if known is not None and (table.epoch, table.sequence) <= (known[0].epoch, known[0].sequence):
-            return False
-        skew_s = table.issued_at - self._wall()
-        if abs(skew_s) > self._clock_skew_max_s:
-            self._note_skew(hub, skew_s, table.ttl_s)
-            return False
-        if known is None and len(self._tables) >= self.HUBS_MAX:
-            return False
-        self._skews.pop(hub, None)
-        self._tables[hub] = (table, trio.current_time() + table.ttl_s)
-        return True
-
-    def _note_skew(self, hub: PeerId, skew_s: float, ttl_s: float) -> None:
-        self._skews.pop(hub, None)
-        self._skews[hub] = (skew_s, trio.current_time() + ttl_s)
-        if len(self._skews) > self.HUBS_MAX:
-            del self._skews[next(iter(self._skews))]
-
-    def skews(self) -> dict[PeerId, float]:
-        """Hubs whose tables were lately refused for their clock: seconds that it is ahead of ours."""
-        now = trio.current_time()
-        return {hub: skew_s for hub, (skew_s, until) in self._skews.items() if until > now}
-
-    def open_copies(self, memory_bytes: float = math.inf) -> int:
-        """Copies, of slices that fit into this memory, which the fresh tables say are open; hubs of one swarm tell of
-        the same demand, so the most counts."""
-        now = trio.current_time()
-        # An expired table says nothing, but its sequence is remembered for as long as a replay could pass as fresh.
-        remembered = now - 2 * self._clock_skew_max_s
-        self._tables = {hub: entry for hub, entry in self._tables.items() if entry[1] > remembered}
-        return max((_open_in(table, memory_bytes) for table in self._fresh()), default=0)
-
-    def idle(self) -> int:
-        """Nodes that poll the hub with the longest queue of them."""
-        return max((table.idle for table in self._fresh()), default=0)
-
-    def _fresh(self) -> list[DemandTable]:
-        now = trio.current_time()
-        return [table for table, until in self._tables.values() if until > now]
-
-
-def _open_in(table: DemandTable, memory_bytes: float) -> int:
-    return sum(row.open for row in table.rows if table.slice_bytes.get(row.model, 0) <= memory_bytes)
+def _lease_prefix(hub: PeerId, epoch: int) -> str:
+    """What the ids of a hub's leases begin with, since its last start."""
+    return f"{epoch:x}-{hub[-8:]}"

@@ -41,10 +41,12 @@ from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
 from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, read_block
 from kvasir_node.roles.coordinator import Coordinator
+from kvasir_node.roles.demand_tables import DemandTables, skew_words
 from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
-from kvasir_node.roles.hub import DEMAND_KIND, Hub, TableReader, skew_words
+from kvasir_node.roles.hub import DEMAND_KIND, Hub
+from kvasir_node.roles.hub_search import HubSearch
 from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
@@ -104,7 +106,12 @@ class Node:
         self._started_at = trio.current_time()
         self._served_since = int(time.time())
         self._topic = f"/kvasir/demand/1.0.0/{swarm_id(swarm.secret)}"
-        self._tables = TableReader(swarm.secret, settings.market.clock_skew_max_s)
+        self._tables = DemandTables(
+            swarm.secret,
+            clock_skew_max_s=settings.market.clock_skew_max_s,
+            interval_min_s=settings.market.gossip_interval_min_s,
+            is_met=membership.is_member,
+        )
         self._peers = Peers(
             membership,
             transport.peer_id,
@@ -114,6 +121,7 @@ class Node:
         self._downloads = Throttle(settings.store.download_bytes_s)
         rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
         self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member, rng)
+        self._search = HubSearch(transport, self._peers.hubs, self._require_member, rng)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         slowdown = settings.compute.slowdown
         self._pace = Pace(slowdown) if slowdown > 1 else None  # one for all roles: they share the emulated device
@@ -140,7 +148,8 @@ class Node:
             self._topic,
             self._swarm.secret,
             addresses=self._transport.addresses,
-            table_changed=lambda table: self._on_table(self._transport.peer_id, table),
+            table_changed=self._on_own_table,
+            address_of=self._network_address,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
@@ -213,8 +222,9 @@ class Node:
             self._keep_running(nursery, "the hub", self.hub.run)
         if self.worker is not None:
             self._keep_running(nursery, "the worker", self.worker.run)
-            self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
+        self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
         self._keep_running(nursery, "joining", self._joiner.run)
+        self._keep_running(nursery, "the search for hubs", self._search.run)
 
     def _keep_running(self, nursery: trio.Nursery, what: str, task: Callable[[], Awaitable[None]]) -> None:
         """What one of these raises is a bug and ends the node, under the name of the part that had it."""
@@ -244,16 +254,26 @@ class Node:
         if self.coordinator is not None:
             self.coordinator.hubs_changed()
 
-    def _on_table(self, hub: PeerId, table: DemandTable) -> None:
-        if self._tables.keep(hub, table) and self.worker is not None:
-            self.worker.tell(DemandSeen(self._tables.open_copies(), self._tables.idle()))
+    def _on_own_table(self, table: DemandTable) -> None:
+        """Nobody hears its own gossip."""
+        self._tables.keep(self._transport.peer_id, table)
+        self._tell_demand()
 
     async def _follow_tables(self) -> None:
-        """Hears the tables of other hubs; the validator keeps what is new and true."""
-        received = await self._gossip.subscribe(self._topic, lambda _, data: self._tables.take(data))
-        async for _ in received:
-            assert self.worker is not None
-            self.worker.tell(DemandSeen(self._tables.open_copies(), self._tables.idle()))
+        """Hears the tables of other hubs, whatever our roles: who does not listen to a topic does not pass it on."""
+        received = await self._gossip.subscribe(self._topic, self._tables.take)
+        async for hub, _ in received:
+            table = self._tables.table_of(hub)
+            if table is None:
+                continue
+            self._search.heard(hub, table.addresses)
+            if self.hub is not None:
+                self.hub.hear(hub, table)
+            self._tell_demand()
+
+    def _tell_demand(self) -> None:
+        if self.worker is not None:
+            self.worker.tell(DemandSeen(self._tables.open_copies(self.worker.room()), self._tables.idle()))
 
     async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
         if hub == self._transport.peer_id and self.hub is not None:

@@ -253,7 +253,7 @@ class Worker:
     # The market -----------------------------------------------------------------------------------------------
 
     async def _poll(self, hub: PeerId) -> _Events:
-        poll = Poll(self._room(), have=(), busy=placement.offered(self._mind.stages().values()))
+        poll = Poll(self.room(), have=(), busy=placement.offered(self._mind.stages().values()))
         answer = read_poll_answer(await self._ask_hub(hub, MarketMethod.POLL, poll.to_bytes()))
         if not isinstance(answer, Offer):
             return (placement.NothingOffered(answer.retry_after_s),)
@@ -263,7 +263,7 @@ class Worker:
         )
         return (placement.OfferReceived(assignment, answer.ttl_s),)
 
-    def _room(self) -> int:
+    def room(self) -> int:
         """Memory that is free when all that is being fetched has come; what a slice of an unknown model takes is
         guessed to be as much as slices may have here."""
         held = self._holdings.leases()

@@ -25,6 +25,7 @@ from kvasir_node.net.memory_net import Link, MemoryNetwork, MemoryTransport, ope
 from kvasir_node.net.rpc import CallStream, one_call
 from kvasir_node.net.transport import Stream
 from kvasir_node.roles.content import BlockServer, Fetcher, open_block_calls, run_inline
+from kvasir_node.roles.demand_tables import DemandTables
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.hub import DEMAND_KIND, Hub
 from kvasir_node.roles.link import Compute, compute_here
@@ -207,6 +208,12 @@ def hub_on(transport: MemoryTransport, tables: list[Any] | None = None, **settin
     )
     transport.set_handler(MARKET_PROTOCOL, hub.serve)
     return hub
+
+
+def tables_of(secret: bytes = SECRET, met: Sequence[PeerId] = (), interval_min_s: float = 1.0) -> DemandTables:
+    return DemandTables(
+        secret, clock_skew_max_s=600.0, interval_min_s=interval_min_s, is_met=lambda peer: peer in met, wall=wall
+    )
 
 
 class WorkerPeer:

@@ -9,7 +9,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from role_fakes import EXPERT_BYTES, SECRET, SLICES, WALL, World, hub_on, open_world, wall, with_slices
+from role_fakes import EXPERT_BYTES, SECRET, SLICES, WALL, World, hub_on, open_world, tables_of, wall, with_slices
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, cid_of
@@ -17,7 +17,8 @@ from kvasir_node.decide.demand import Wanted
 from kvasir_node.net.memory_gossip import MemoryGossip
 from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.net.rpc import CallStream, one_call
-from kvasir_node.roles.hub import DEMAND_KIND, MODELS_MAX, TABLE_KIND, TableReader
+from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND
+from kvasir_node.roles.hub import DEMAND_KIND, MODELS_MAX
 from kvasir_node.wire.envelope import seal, with_membership
 from kvasir_node.wire.messages import (
     MARKET_PROTOCOL,
@@ -325,10 +326,10 @@ async def test_tables_are_gossiped_when_demand_changes_at_most_once_a_second_and
     tables: list[DemandTable] = []
     async with open_world(tmp_path) as world:
         hub = hub_on(world.hub_transport, tables)
-        reader = TableReader(SECRET, 600, wall=wall)
+        reader = tables_of()
         ann = world.network.transport("ann")
         await ann.connect(world.hub_transport.addresses())
-        heard = await MemoryGossip(ann).subscribe("topic", lambda _, data: reader.take(data))
+        heard = await MemoryGossip(ann).subscribe("topic", reader.take)
         world.nursery.start_soon(hub.run)
         await trio.sleep(60)
         assert 6 <= len(tables) <= 8
@@ -366,10 +367,10 @@ async def test_a_table_is_cut_to_its_most_wanted_rows(autojump_clock, tmp_path):
 async def test_a_reader_says_how_far_off_a_hubs_clock_is(autojump_clock, ahead_s, told):
     async with open_memory_network() as network:
         hub = network.transport("hub")
-        reader = TableReader(SECRET, 600, wall=wall)
+        reader = tables_of()
         table = DemandTable(1, 1, wall() + ahead_s, 30.0, (), ())
         sealed = seal(TABLE_KIND, table.to_bytes(), hub.peer_id, hub.sign)
-        assert reader.take(with_membership(SECRET, sealed)) is not told
+        assert reader.take(hub.peer_id, with_membership(SECRET, sealed)) is not told
         assert reader.skews() == ({hub.peer_id: pytest.approx(ahead_s)} if told else {})
         await trio.sleep(31)
         assert reader.skews() == {}
@@ -377,13 +378,13 @@ async def test_a_reader_says_how_far_off_a_hubs_clock_is(autojump_clock, ahead_s
 
 async def test_law_7_ten_thousand_tables_of_ever_new_hubs_leave_a_bounded_reader(autojump_clock):
     # exo issues/2262: memory climbs while idle
-    reader = TableReader(SECRET, 600, wall=wall)
+    reader = tables_of()
     rng = random.Random(3)
     for number in range(10_000):
         at = wall() + (0 if rng.random() < 0.5 else 5000)
         reader.keep(PeerId(f"hub {number % 500}"), DemandTable(1, number, at, 30.0, (), ()))
-    assert len(reader._tables) <= reader.HUBS_MAX
-    assert len(reader._skews) <= reader.HUBS_MAX
+    assert len(reader._hubs) <= HUBS_MAX
+    assert len(reader._skews) <= HUBS_MAX
     assert wall() == WALL + trio.current_time()
 
 

@@ -113,6 +113,20 @@ def test_bfloat16_has_an_exponent_for_each_value_and_does_not_mind(heavy, mild):
         assert 1e-5 < choice.measured.error < 1e-3
 
 
+def test_sums_are_rounded_as_rows_are(mild):
+    trunk, _ = mild
+    generator = torch.Generator().manual_seed(1)
+    outputs = torch.randn(8, 64, generator=generator) * torch.tensor([100.0, *[1.0] * 63])
+
+    def compute(_: int, rows: torch.Tensor, pair_row: torch.Tensor, pair_expert: torch.Tensor, weight: torch.Tensor):
+        """What comes out is the same whatever the rows are."""
+        return torch.zeros_like(rows).index_add_(0, pair_row, outputs[pair_expert] * weight[:, None])
+
+    shown = measure_wire(trunk, compute, "int8").snapshot()
+    assert shown.error is not None
+    assert shown.error > 0.01
+
+
 def test_the_demo_model_bears_bfloat16():
     trunk, shard = load(demo_folder())
     assert measure_wire(trunk, shard.compute, "bfloat16").snapshot().tokens_agreeing == ALL

@@ -95,7 +95,9 @@ class PlacementLimits:
     table_ttl_s: float = 30.0  # after this long without a table nothing is known
     retry_max_s: float = 600.0  # a hub that asks for more patience than this gets this much
     failure_pause_max_s: float = 300.0  # polls pause after a failed fetch or load: an interval, doubling, up to this
-    crowd_polls_s: float = 500.0  # when demand appears, all idle nodes together poll at most this often
+    crowd_polls_s: float = 300.0  # when demand appears, all idle nodes together poll at most this often ...
+    askers_per_copy: float = 3.0  # ... and in a poll interval about so many of them for each copy that is open ...
+    askers_min: float = 16.0  # ... or this many, if that is more
     renewals_max: int = 256  # leases in one message
     hubs_per_round: int = 4  # hubs that are asked, in turn, in the time that one hub wants to be left alone
 
@@ -112,6 +114,7 @@ class _Held:
     attach_at: float | None = None  # when to try to attach again
     attach_pause_s: float = 0.0
     lost_at: float | None = None
+    unanswered: bool = False  # no hub has answered the latest renewal
 
 
 class Placement:
@@ -126,7 +129,9 @@ class Placement:
         self._poll_at = 0.0
         self._failures = 0  # fetches and loads that failed through no peer, since a slice of ours was proven
         self._no_poll_before = 0.0  # because of them
+        self._rest_at = 0.0  # when to poll if no demand had appeared
         self._open_copies: int | None = None
+        self._acted_on = 0  # open copies that our next poll was moved forward for
         self._idle = 0  # nodes that would poll with us
         self._table_at = float("-inf")
         self._paused = False
@@ -141,7 +146,7 @@ class Placement:
     def next_at(self) -> float | None:
         """When `Tick` must come at the latest; None = only an event can change anything."""
         active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
-        moments = [min(held.renew_at, held.expires_at) for held in active]
+        moments = [held.renew_at if _serves_on(held) else min(held.renew_at, held.expires_at) for held in active]
         moments += [held.attach_at for held in active if held.attach_at is not None]
         if self._may_poll():
             moments.append(max(self._poll_at, self._no_poll_before))
@@ -179,29 +184,39 @@ class Placement:
         wants_more = not self._paused and len(self._held) < self._limits.slices_max
         return wants_more and bool(self._hubs) and self._asked is None
 
-    def _rarity(self, now: float) -> float:
-        """How much rarer than usual to poll: much, when a fresh table says that nothing is wanted."""
+    def _pause_min_s(self, now: float) -> float:
+        """Between two polls: much, when a fresh table says that nothing is wanted."""
         known = now - self._table_at < self._limits.table_ttl_s
-        return self._limits.idle_poll_factor if known and self._open_copies == 0 else 1.0
+        return self._limits.poll_interval_s * self._limits.idle_poll_factor if known and self._open_copies == 0 else 0.0
 
-    def _soon(self, now: float) -> float:
-        """Within a part of the interval, but not all idle nodes at once: a crowd takes as long as its hub needs."""
-        spread_s = max(0.25 * self._limits.poll_interval_s, self._idle / self._limits.crowd_polls_s)
-        return now + self._chance.uniform(0, min(spread_s, self._limits.retry_max_s))
+    def _spread_s(self) -> float:
+        """Within how long to poll when there is reason to: a crowd takes as long as its hub needs."""
+        return max(0.25 * self._limits.poll_interval_s, self._idle / self._limits.crowd_polls_s)
 
     def _on_hubs(self, hubs: tuple[PeerId, ...], now: float) -> None:
-        """New hubs are asked first; the others keep their turn."""
+        """New hubs are asked first; the others keep their turn. One that came (back) hears soon of leases that none
+        has renewed, or that were its own: it may have been restarted and know nothing."""
         if hubs and not self._hubs:
-            self._poll_at = self._soon(now)
-        known = self._hubs
-        self._hubs = (*(hub for hub in hubs if hub not in known), *(hub for hub in known if hub in hubs))
+            self._poll_at = self._rest_at = now + self._chance.uniform(0, self._spread_s())
+        known, came = self._hubs, [hub for hub in hubs if hub not in self._hubs]
+        self._hubs = (*came, *(hub for hub in known if hub in hubs))
+        for held in self._held.values():
+            if came and (held.unanswered or held.hub in came):
+                soon_s = self._chance.uniform(0, 0.25) * self._limits.renew_interval_s
+                held.renew_at = min(held.renew_at, now + soon_s)
 
     def _on_demand(self, open_copies: int, idle: int, now: float) -> None:
-        """Demand appeared: poll soon."""
-        rose = open_copies > 0 and not self._open_copies
+        """Demand appeared, or has become much more: some of all idle nodes poll soon, as many as are needed; when it is
+        met before our turn comes, we go back to rest."""
+        limits = self._limits
         self._open_copies, self._idle, self._table_at = open_copies, idle, now
-        if rose:
-            self._poll_at = min(self._poll_at, self._soon(now))
+        if open_copies > 2 * self._acted_on:
+            askers = max(limits.askers_min, limits.askers_per_copy * open_copies)
+            spread_s = max(self._spread_s(), limits.poll_interval_s * idle / askers)
+            self._poll_at = min(self._poll_at, now + self._chance.uniform(0, spread_s))
+            self._acted_on = open_copies
+        elif not open_copies:
+            self._poll_at, self._acted_on = max(self._poll_at, self._rest_at), 0
 
     def _on_nothing_offered(self, retry_after_s: float, now: float) -> None:
         """The hub says when to ask again; within reason, so that it can neither drive us nor silence us.
@@ -213,12 +228,13 @@ class Placement:
         self._asked = None
         retry_s = min(max(retry_after_s, self._limits.poll_interval_s / 10), self._limits.retry_max_s)
         turns = max(1, min(len(self._hubs), self._limits.hubs_per_round))
-        self._poll_at = now + retry_s / turns * self._chance.uniform(0.75, 1.25) * self._rarity(now)
+        pause_s = max(retry_s, self._pause_min_s(now)) / turns
+        self._poll_at = self._rest_at = now + pause_s * self._chance.uniform(0.75, 1.25)
 
     def _on_offer(self, assignment: Assignment, ttl_s: float, now: float) -> list[Command]:
         # The next slice may be open too: ask again soon, while this one is being fetched.
         self._asked = None
-        self._poll_at = now + self._chance.uniform(0.05, 0.15) * self._limits.poll_interval_s
+        self._poll_at = self._rest_at = now + self._chance.uniform(0.05, 0.15) * self._limits.poll_interval_s
         namesake = self._held.get(assignment.lease)
         if namesake is not None and namesake.hub == assignment.hub:
             return []  # giving it back would end the lease that we hold
@@ -234,7 +250,7 @@ class Placement:
     def _on_poll_failed(self, hub: PeerId, now: float) -> None:
         self._asked = None
         self._put_last(hub)
-        self._poll_at = now + self._limits.poll_interval_s * self._chance.uniform(0.5, 1.5)
+        self._poll_at = self._rest_at = now + self._limits.poll_interval_s * self._chance.uniform(0.5, 1.5)
 
     def _put_last(self, hub: PeerId) -> None:
         """What is asked next goes to another hub, if there is one."""
@@ -259,16 +275,18 @@ class Placement:
             case Renewed(_, ttl_s):
                 if ttl_s <= 0:
                     return self._start_drain(lease, release=False)
-                held.expires_at = now + ttl_s
+                held.expires_at, held.unanswered = now + ttl_s, False
                 held.renew_at = min(held.renew_at, self._renewal_due(ttl_s, now))
             case RenewFailed(_, hub):
                 self._put_last(hub)
+                held.unanswered = True
                 held.hub = self._hubs[0] if self._hubs else held.hub
                 held.renew_at = min(held.renew_at, now + self._limits.renew_interval_s / 3)
             case Drained():
                 del self._held[lease]
                 # A worker that was let go has room again, but does not ask for the same slice at once.
                 self._poll_at = max(self._poll_at, now + self._chance.uniform(1, 1.5) * self._limits.poll_interval_s)
+                self._rest_at = self._poll_at
             case _:
                 pass
         return []
@@ -369,7 +387,7 @@ class Placement:
     def _on_tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for lease, held in self._held.items():
-            if held.stage is not Stage.DRAINING and now >= held.expires_at:
+            if held.stage is not Stage.DRAINING and now >= held.expires_at and not _serves_on(held):
                 commands += self._start_drain(lease, release=False)
         active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
         commands += self._renew(active, now)
@@ -386,6 +404,11 @@ class Placement:
             for held in group:
                 held.renew_at = now + self._limits.renew_interval_s
             yield RenewLeases(hub, tuple((held.assignment, held.stage is Stage.SERVING) for held in group))
+
+
+def _serves_on(held: _Held) -> bool:
+    """Whether a lease goes on beyond its end: no hub can be reached, and the coordinator still counts on us."""
+    return held.unanswered and held.stage is Stage.SERVING
 
 
 def offered(held: Iterable[tuple[Assignment, Stage]]) -> tuple[tuple[ModelId, SliceId], ...]:

@@ -388,16 +388,49 @@ def test_a_renewal_that_fails_is_soon_tried_at_another_hub():
     assert player.hears(Paused()) == [Drain(lease()), Release(HUB_2, (lease(),))]
 
 
-def test_without_an_answer_a_lease_lasts_until_it_expires_and_no_longer():
-    player = at_stage(Stage.SERVING)
-    began_at = player.now
-    while player.stage() is Stage.SERVING:
+def without_a_hub(player: Player, until: float) -> None:
+    """Lets time pass in which no hub answers; stops when the lease ends."""
+    while player.now < until and player.stage() is not Stage.DRAINING:
         for command in player.ticks():
             if isinstance(command, RenewLeases):
                 player.hears(RenewFailed("lease 1", HUB))
             elif isinstance(command, PollHub):
                 player.hears(PollFailed(HUB))
+
+
+@pytest.mark.parametrize("stage", [F, L, T])
+def test_without_an_answer_a_lease_that_does_not_serve_lasts_until_it_expires_and_no_longer(stage):
+    player = at_stage(stage)
+    began_at = player.now
+    without_a_hub(player, began_at + 600.0)
     assert player.now == began_at + 15.0
+
+
+def test_law_8_a_hub_that_is_gone_ends_no_service_as_long_as_the_coordinator_counts_on_us():
+    player = at_stage(Stage.SERVING)
+    without_a_hub(player, player.now + 600.0)
+    assert player.stage() is Stage.SERVING
+    player.hears(Renewed("lease 1", 15.0))  # a hub is back
+    player.now += 15.0
+    assert Drain(lease()) in player.hears(Tick())  # and did not hear of us again, though it answered
+
+
+def test_when_proof_ends_while_no_hub_answers_the_lease_ends_too():
+    player = at_stage(Stage.SERVING)
+    without_a_hub(player, player.now + 600.0)
+    player.hears(StandingTold("lease 1", proven=False))
+    assert Drain(lease()) in player.hears(Tick())
+
+
+@pytest.mark.parametrize(("came", "after_s"), [(HUB, 0.375), (HUB_2, 3.0)])
+def test_a_hub_that_came_back_hears_soon_of_the_leases_it_had_granted(came, after_s):
+    player = at_stage(Stage.SERVING)
+    player.waits_for(RenewLeases)
+    renewed_at = player.now
+    player.hears(HubsKnown(()))
+    player.hears(HubsKnown((came,)))  # another hub is no reason to hurry
+    player.waits_for(RenewLeases)
+    assert player.now == renewed_at + after_s
 
 
 def test_a_short_lease_is_renewed_before_it_expires():
@@ -448,14 +481,46 @@ def test_leases_that_go_together_are_given_back_together():
     assert [len(release.assignments) for release in (first, second)] == [3, 2]
 
 
-def test_a_crowd_takes_as_long_to_poll_as_its_hub_needs_when_demand_appears():
-    alone, crowd = polling(), polling()
-    for player, idle in ((alone, 1), (crowd, 5_000)):
-        player.hears(DemandSeen(0, idle))
-        player.hears(NothingOffered(2.0))
-        player.hears(DemandSeen(3, idle))
-    assert alone.mind.next_at() == alone.now + 0.25
-    assert crowd.mind.next_at() == crowd.now + 5.0  # the middle of 10 s: 500 polls a second
+@pytest.mark.parametrize(
+    ("open_copies", "idle", "middle_s"),
+    [
+        (3, 1, 0.25),
+        (3, 16, 1.0),  # 16 askers in an interval of 2 s
+        (3, 1_000, 62.5),
+        (100, 1_000, 10 / 3),  # 300 askers for 100 copies
+        (100_000, 6_000, 10.0),  # 300 polls a second are what a hub should bear
+    ],
+)
+def test_of_a_crowd_as_many_poll_soon_as_are_needed_and_as_a_hub_can_bear(open_copies, idle, middle_s):
+    player = polling()
+    player.hears(DemandSeen(0, idle))
+    player.hears(NothingOffered(600.0))
+    player.hears(DemandSeen(open_copies, idle))
+    assert player.mind.next_at() == pytest.approx(player.now + middle_s)
+
+
+def test_demand_that_is_met_before_our_turn_comes_sends_us_back_to_rest():
+    player = polling()
+    player.hears(DemandSeen(0, 1_000))
+    player.hears(NothingOffered(600.0))
+    rest_at = player.mind.next_at()
+    player.hears(DemandSeen(100, 1_000))
+    assert player.mind.next_at() < rest_at
+    player.hears(DemandSeen(0, 1_000))
+    assert player.mind.next_at() == rest_at
+    player.hears(DemandSeen(100, 1_000))
+    assert player.mind.next_at() < rest_at
+
+
+def test_demand_that_doubles_is_news_again():
+    player = polling()
+    player.hears(DemandSeen(10, 1_000))
+    player.hears(NothingOffered(600.0))
+    rest_at = player.mind.next_at()
+    player.hears(DemandSeen(20, 1_000))
+    assert player.mind.next_at() == rest_at
+    player.hears(DemandSeen(21, 1_000))
+    assert player.mind.next_at() < rest_at
 
 
 def test_a_hub_that_is_gone_is_stood_in_for_by_another():

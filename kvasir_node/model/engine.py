@@ -90,6 +90,11 @@ class Engine:
         """Nothing to compute: `step` would return at once."""
         return not self._joining and not self._running
 
+    @property
+    def is_prefilling(self) -> bool:
+        """The next step computes rows of prompts as well."""
+        return bool(self._joining)
+
     def join(self, job: Job) -> None:
         """Gives the job a slot; its prompt is computed by the next steps.
 

@@ -20,39 +20,43 @@ import trio
 
 from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.base.generation import GenerationRequest
-from kvasir_node.base.ids import PeerId
+from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Wanted, demand_for
-from kvasir_node.decide.fanout import Route, is_remote, plan_route, predicted_gain
+from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
 from kvasir_node.model.trunk import Trunk, load_trunk
-from kvasir_node.roles.crew import Crew
+from kvasir_node.roles.costing import Costing
+from kvasir_node.roles.crew import Crew, Invite
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.ledger_file import LedgerFile
 from kvasir_node.roles.loading import LoadedModel, check_slots, expert_dtype, free_bytes, is_out_of_memory
+from kvasir_node.roles.measured import StepMeasured
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.residency import Residency
 from kvasir_node.roles.slowdown import Pace, StretchedDispatch, StretchedExperts
+from kvasir_node.roles.steering import Load, Shape, Steering
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.wire.messages import DemandRecord
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_MAX_DEFAULT = 4096
-TICK_S = 0.25  # how often trials, proofs and the heat of experts are looked at while anything is going on
-HEAT_TICKS = 8  # a layer's share is worked out anew this often for its heat alone; some layers at each tick
+TICK_S = 0.25  # how often trials and proofs are looked at
+DISK_BYTES_S = 1e9  # about what an expert is read with that nobody has in memory
 DEMAND_PAUSE_S = 0.05  # between two looks at whether demand changed
 SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 
 class Coordinator:
     """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine;
+    `invite` and `rtt_of` are of the transport: express channels to workers, and how far away they are;
     `pace` makes it an emulated device; at `ledger_path` is kept which workers failed (None = it is forgotten)."""
 
     def __init__(
@@ -63,6 +67,8 @@ class Coordinator:
         *,
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
+        invite: Invite = lambda peer, arrived: None,
+        rtt_of: Callable[[PeerId], float | None] = lambda peer: None,
         pace: Pace | None = None,
         ledger_path: Path | None = None,
     ) -> None:
@@ -75,6 +81,19 @@ class Coordinator:
         new_own = OwnExperts if pace is None else partial(StretchedExperts, pace)
         own = new_own(model.shard, model.checkpoint, model.held, model.borrowed_bytes_max, missing, moves=not fits)
         self._own, self._missing = own, missing
+        self._shape = Shape(
+            layers=manifest.layers,
+            experts=manifest.experts_per_layer,
+            chosen=manifest.chosen_per_row,
+            row_bytes=manifest.hidden_size * model.shard.dtype.itemsize,
+            decode_rows_max=settings.coordinator.slots,
+            prompt_rows=settings.coordinator.prefill_chunk,
+        )
+        self._costing = Costing(
+            decode_rows_max=self._shape.decode_rows_max,
+            chosen=self._shape.chosen,
+            borrow_s=model.shard.expert_bytes / DISK_BYTES_S,
+        )
         self.crew = Crew(
             settings.fanout,
             manifest.model,
@@ -82,11 +101,14 @@ class Coordinator:
             frozenset(self.slices),
             model.held,
             own_sums=own.sums if missing is None else missing.patient(own.sums),
-            changed=self._replan,
+            changed=self._world_changed,
             trial_layers_changed=lambda layers: self.dispatch.set_trial_layers(layers),
             name_of=name_of,
             address_of=address_of,
             body_bytes_max=settings.network.frame_bytes_max,
+            invite=invite,
+            rtt_of=rtt_of,
+            observer=self._costing,
         )
         self._ledger_file = None if ledger_path is None else LedgerFile(ledger_path, manifest.model)
         # A liar that could foretell the chance would be honest only when it is checked.
@@ -103,6 +125,7 @@ class Coordinator:
             verifies_all=verifies_all,
             patience_s=settings.fanout.deadline_ceiling_s,
             body_bytes_max=settings.network.frame_bytes_max,
+            observer=self._costing,
         )
         self._residency = Residency(
             own,
@@ -127,13 +150,21 @@ class Coordinator:
                 calm_busy_ratio=limits.calm_busy_ratio,
             ),
             load_changed=self._load_changed,
-            stepped=self.crew.stepped,
+            stepped=self._stepped,
             missing=missing,
         )
-        self._away: set[int] = set()  # layers with an expert that is held here and computed elsewhere
-        self._on = False  # there is such a layer
-        self._reason = "off: calm"
-        self._ticks = 0
+        self.steering = Steering(
+            settings.fanout,
+            self._shape,
+            model.held,
+            self._costing,
+            self._engine,
+            proven=self._proven,
+            heat=self.dispatch.heat,
+            load=self._load,
+            round_trips=self.crew.round_trips,
+            set_routes=self._set_routes,
+        )
         self._mismatches = 0  # seen so far
         self._was_spread = False
         self._peak_pressure = 0.0  # since saturation began: demand must not flap with every request that ends
@@ -200,6 +231,7 @@ class Coordinator:
             nursery.start_soon(self.desk.run)
             nursery.start_soon(self.desk.watch_load)
             nursery.start_soon(self._tick)
+            nursery.start_soon(self.steering.run)
             if self._missing is not None:
                 await nursery.start(self._missing.run)  # pyright: ignore[reportArgumentType]
             if self._moves:
@@ -214,7 +246,7 @@ class Coordinator:
     @property
     def _spread(self) -> bool:
         fanout = self._settings.fanout
-        return fanout.enabled and (fanout.when == "always" or self.desk.saturated)
+        return fanout.enabled and (fanout.when != "saturated" or self.desk.saturated)
 
     @property
     def _lacks_experts(self) -> bool:
@@ -233,71 +265,60 @@ class Coordinator:
         if self._spread != self._was_spread:
             self._was_spread = self._spread
             self.crew.trials.set_scope(self._trial_scope)
-            self._replan(frozenset(self.manifest.layers))
+        self.steering.load_changed()
         if saturated or self._told:
             self._demand_changed.set()
 
     def _held_changed(self, layers: frozenset[int]) -> None:
         self.crew.trials.held_changed()
-        self._replan(layers)
+        self._world_changed(layers)
 
-    def _replan(self, layers: frozenset[int]) -> None:
-        """Works out the route of some layers anew, because who is proven, the load or the heat may have changed.
-
-        Of some, because it takes about 0.6 ms per layer of 256 experts, and everything waits for it meanwhile.
-        """
-        enabled, proven = self._settings.fanout.enabled, self.crew.ledger.proven()
-        found = plan_route(
-            layers=sorted(layers.intersection(self.manifest.layers)),
-            experts_per_layer=self.manifest.experts_per_layer,
-            held=self._model.held,
-            proven=proven if enabled and (self._spread or self._lacks_experts) else (),
-            heat=self.dispatch.heat(),
-            spread=self._spread,
-            reason="",
-        )
-        for layer, row in found.peers.items():
-            away = is_remote(row, self._model.held.get(layer, frozenset()))
-            (self._away.add if away else self._away.discard)(layer)
-        self.dispatch.set_route(found)
-        if self.desk.waiting:
-            self._tell_waiting(found)
-        was_on, self._on = self._on, bool(self._away)
-        self._reason = self._why(len({peer for peer, _ in proven}))
-        if self._on != was_on:
-            logger.info("fan-out %s", self._reason)
+    def _world_changed(self, layers: frozenset[int]) -> None:
+        """Who is proven for some layers, or what is held of them, may have changed."""
+        self.steering.world_changed()
+        self._tell_waiting()
         self._demand_changed.set()
 
-    def _tell_waiting(self, route: Route) -> None:
-        for layer, row in route.peers.items():
-            elsewhere = {index for index, peer in enumerate(row) if peer is not None}
-            self.desk.waiting.covered(layer, elsewhere | self._model.held.get(layer, frozenset()))
+    def _proven(self) -> Sequence[tuple[PeerId, SliceId]]:
+        """Who may carry load."""
+        return self.crew.ledger.proven() if self._settings.fanout.enabled else ()
 
-    def _why(self, workers: int) -> str:
-        if not self._settings.fanout.enabled:
-            return "off: switched off by fanout.enabled"
-        if self._on:
-            return f"on: queue {self.desk.admission.queued}, {workers} worker{'s' if workers > 1 else ''}"
-        if not self._spread:
-            return "off: calm"
-        return "off: no proven worker" if not workers else "off: nothing that is held here is better computed elsewhere"
+    def _load(self) -> Load:
+        admission, enabled = self.desk.admission, self._settings.fanout.enabled
+        return Load(
+            wanted=self._spread,
+            queued=admission.queued,
+            rows=admission.busy,
+            is_active=admission.busy > 0,
+            calm="calm" if enabled else "switched off by fanout.enabled",
+        )
+
+    def _set_routes(self, decode: Routes, prompt: Routes) -> None:
+        self.dispatch.set_routes(decode, prompt, self._shape.decode_rows_max)
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        if self.desk.waiting:
+            for layer, row in self.steering.routes.items():
+                elsewhere = {index for index, peer in enumerate(row) if peer is not None}
+                self.desk.waiting.covered(layer, elsewhere | self._model.held.get(layer, frozenset()))
+
+    def _stepped(self, step: StepMeasured) -> None:
+        self.crew.stepped(step.requests)
+        self.steering.stepped(step)
 
     async def _tick(self) -> None:
-        """Proofs decay, cool-offs end, and the heat of experts moves: look at them while anything is going on."""
-        layers = self.manifest.layers
+        """Proofs decay and cool-offs end: they are looked at for ever."""
         self.crew.trials.set_scope(self._trial_scope)
         while True:
             await trio.sleep(TICK_S)
-            self._ticks += 1
             if self.dispatch.counters.mismatches > self._mismatches:
                 self._mismatches = self.dispatch.counters.mismatches
                 self._engine.forget()  # what a liar computed must not live on in the prompts of others
             if self.crew.ledger.tick(trio.current_time()):
-                self._replan(frozenset(layers))
+                self._world_changed(frozenset(self.manifest.layers))
             if self._trial_scope is not TrialScope.NONE:
                 self.crew.trials.plan()
-                if self.crew.ledger.proven():
-                    self._replan(frozenset(layers[self._ticks % HEAT_TICKS :: HEAT_TICKS]))
 
     # Demand ---------------------------------------------------------------------------------------------------
 
@@ -375,20 +396,20 @@ class Coordinator:
         )
 
     def fanout_snapshot(self) -> FanoutSnapshot:
-        counters = self.dispatch.counters
-        workers = len({peer for peer, _ in self.crew.ledger.proven()})
-        experts_s = self.dispatch.times.layer_s * len(self.manifest.layers)
-        trunk_s = max(0.0, self.desk.times.step_s - experts_s)
+        counters, steering, plan = self.dispatch.counters, self.steering, self.steering.plan
         return FanoutSnapshot(
-            on=self._on,
-            reason=self._reason,
-            predicted_gain=round(predicted_gain(trunk_s, experts_s, workers), 3),
+            on=steering.on,
+            reason=steering.reason,
+            predicted_gain=round(steering.predicted_gain, 3),
             lanes=self._engine.lanes,
             local_pairs=counters.local,
             remote_pairs=counters.remote,
             trial_pairs=self.crew.trials.pairs,
             fallbacks=counters.fallbacks,
-            hedges=0,
+            hedges=counters.hedges,
             spot_checks=counters.spot_checks,
             mismatches=counters.mismatches,
+            measured_gain=None if steering.measured_gain is None else round(steering.measured_gain, 3),
+            shares={} if plan is None else {peer: round(share, 4) for peer, share in plan.shares.items()},
+            layers_shared=0 if plan is None else plan.layers_shared,
         )

@@ -1,8 +1,8 @@
 """A coordinator's workers: who is attached, what each is sent, what it answered, and who is to blame when it did not.
 
-It does not know requests for text, slots or the market. It lives on the trio loop; the computing thread reaches it
-through `send`, `report` and `offer_trial`, which only leave a note for the loop. All judgement is `decide/ledger` and
-`decide/fanout`; trials are carried out by roles/trials.py.
+It does not know requests for text, slots or the market. It lives on the trio loop; computing threads reach it through
+what roles/remote_call.py names, which only leaves notes for the loop or looks up what the loop has laid ready. All
+judgement is `decide/ledger` and `decide/call_times`; trials are carried out by roles/trials.py.
 
 One fault is blamed once: a stream that ends is judged when it ends, however many calls it cuts off; silence is judged
 for all of a peer's slices together. What failed while this machine itself was away is blamed on nobody.
@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,40 +33,32 @@ from kvasir_node.base.errors import (
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.base.snapshot import WorkerPeerSnapshot
-from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
+from kvasir_node.decide.call_times import CallLimits, CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, Standing
 from kvasir_node.decide.stalls import LOOK_INTERVAL_S, OwnStalls
+from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
-from kvasir_node.roles.dispatch import RemoteCall
+from kvasir_node.roles.measured import CallMeasured, Observer
+from kvasir_node.roles.peer_counts import COUNTS_MAX, PeerCounts
+from kvasir_node.roles.remote_call import RemoteCall, Result, Served
 from kvasir_node.roles.trials import Member, OwnSums, RunBlocking, TrialResult, Trials
 from kvasir_node.wire import messages
 from kvasir_node.wire.messages import Attachment, ExpertsMethod
+from kvasir_node.wire.tensors import REQUEST_BYTES, computed_s_of
 
 logger = logging.getLogger(__name__)
 
-COUNTS_MAX = 4096  # peers whose call counts are remembered
 REFUSALS_MAX = 16  # in a row; a worker that only refuses gets a pause, as one that fails does
-WARN_INTERVAL_S = 10.0  # at most one warning per peer, whatever it does at the rate of tokens
 NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
 AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
 AWAY_GRACE_S = 10.0
-TOUCHED_MAX = 256  # requests remembered of each peer that it computed for
-
-
-@dataclass(slots=True)
-class _Counts:
-    calls: int = 0
-    rows: int = 0
-    failures: int = 0
-    refusals: int = 0  # in a row
-    reason: str = ""
-    warned_at: float = -WARN_INTERVAL_S
-    requests: dict[int, None] = field(default_factory=dict[int, None])  # it computed for, the latest last
+Invite = Callable[[PeerId, Callable[[ExpressChannel], None]], bytes | None]
+"""See `Transport.invite`."""
 
 
 class Crew:
@@ -87,6 +78,9 @@ class Crew:
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
         body_bytes_max: int,
+        invite: Invite = lambda peer, arrived: None,
+        rtt_of: Callable[[PeerId], float | None] = lambda peer: None,
+        observer: Observer | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -101,6 +95,9 @@ class Crew:
         self._changed = changed
         self._name_of = name_of
         self._body_bytes_max = body_bytes_max
+        self._invite = invite
+        self._rtt_of = rtt_of
+        self._observer = observer
         self.ledger = Ledger(
             LedgerLimits(
                 cool_off_s=settings.cool_off_s,
@@ -111,13 +108,21 @@ class Crew:
                 trial_window_s=settings.trial_window_s,
             )
         )
-        limits = DeadlineLimits(settings.deadline_factor, settings.deadline_floor_s, settings.deadline_ceiling_s)
-        self._times = CallTimes(limits)
+        self._times = CallTimes(
+            DeadlineLimits(
+                settings.deadline_factor,
+                settings.deadline_floor_s,
+                settings.deadline_ceiling_s,
+                settings.hedge_floor_s,
+            )
+        )
         self._slow_since: dict[tuple[PeerId, int], float] = {}  # (peer, size class of calls); of members
         self._times_lock = threading.Lock()  # of both
         self._slice_at = {(e.layer, e.index): part for part in slices for e in part.experts()}
         self._members: dict[PeerId, Member] = {}
-        self._counts: dict[PeerId, _Counts] = {}
+        self._channels: dict[PeerId, ExpressChannel] = {}
+        self._able: Mapping[int, Mapping[PeerId, frozenset[int]]] = {}  # by layer; replaced as a whole by the loop
+        self._counts = PeerCounts(name_of)
         self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
         self._used: set[PeerId] = set()  # whose answers went into the step that is under way
         self._token: trio.lowlevel.TrioToken | None = None
@@ -152,12 +157,14 @@ class Crew:
             finally:
                 self._nursery = None  # the computing thread may still leave notes; they start nothing any more
                 for call in tuple(self._in_flight):
-                    self._deliver(call, 0.0, Unreachable("this node is stopping"))
+                    self._deliver(call, Unreachable("this node is stopping"))
+                for peer in tuple(self._channels):
+                    self._close_channel(peer, "this node is stopping")
 
-    # The computing thread's side ------------------------------------------------------------------------------
+    # The computing threads' side ------------------------------------------------------------------------------
 
-    def deadline_s(self, peer: PeerId, pairs: int, own_s: float) -> float | None:
-        """See `dispatch.Crew`. A call that is expected to be later than any deadline is not made: it would cost its
+    def limits_of(self, peer: PeerId, pairs: int, own_s: float) -> CallLimits | None:
+        """See `remote_call.Crew`. A call that is expected to be later than any deadline is not made: it would cost its
         worker the proof, and us the wait."""
         ceiling_s = self._settings.deadline_ceiling_s
         more_s = min(own_s, MORE_TIME_MAX * ceiling_s)
@@ -165,7 +172,7 @@ class Crew:
             expected_s = self._times.expected_call_s(peer, pairs)
             if expected_s is not None and expected_s > ceiling_s + more_s and self._keeps_off(peer, pairs):
                 return None
-            return self._times.deadline_s(peer, pairs, more_s)
+            return self._times.limits_of(peer, pairs, more_s)
 
     def _keeps_off(self, peer: PeerId, pairs: int) -> bool:
         """Whether a size of call that was too slow for a peer is still kept from it."""
@@ -178,11 +185,27 @@ class Crew:
         self._times.forget_size(peer, pairs)
         return False
 
+    def channel(self, peer: PeerId) -> ExpressChannel | None:
+        channel = self._channels.get(peer)
+        return None if channel is None or channel.is_closed else channel
+
+    def replicas(self, layer: int, experts: Collection[int]) -> Collection[tuple[PeerId, float | None]]:
+        able = [peer for peer, its in self._able.get(layer, {}).items() if its.issuperset(experts)]
+        with self._times_lock:
+            return [(peer, self._times.expected_call_s(peer, len(experts))) for peer in able]
+
     def send(self, calls: Sequence[RemoteCall]) -> None:
         self._later(lambda: self._send(calls))
 
-    def report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool = False) -> None:
-        self._later(lambda: self._report(call, error, wrong=wrong))
+    def took(self, call: RemoteCall) -> None:
+        with self._times_lock:
+            self._times.observe(call.peer, call.pairs, call.took_s)
+
+    def failed(self, call: RemoteCall, error: KvasirError, *, wrong: bool = False) -> None:
+        self._later(lambda: self._failed(call, error, wrong=wrong))
+
+    def served(self, served: Served) -> None:
+        self._later(lambda: self._served(served))
 
     def offer_trial(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
         offered = self.trials.offer(layer, rows, chosen, weights)
@@ -204,51 +227,68 @@ class Crew:
             if call.abandoned:
                 continue
             if member is None or self._nursery is None:
-                self._deliver(call, 0.0, Unreachable(f"worker {call.peer} is not attached any more"))
+                self._deliver(call, Unreachable(f"worker {call.peer} is not attached any more"))
                 continue
+            call.stream = member.calls
+            self._in_flight.add(call)
             started = trio.current_time()
 
-            def deliver(result: memoryview | KvasirError, call: RemoteCall = call, started: float = started) -> None:
-                self._deliver(call, trio.current_time() - started, result)
+            def deliver(result: Result, call: RemoteCall = call, started: float = started) -> None:
+                self._deliver(call, result, trio.current_time() - started)
 
-            call.stream, call.sent_at = member.calls, started
-            self._in_flight.add(call)
             try:
-                call.id = member.calls.submit(int(ExpertsMethod.COMPUTE), call.parts, deliver, priority=Priority.TOKEN)
+                call.id = member.calls.submit(
+                    int(ExpertsMethod.COMPUTE),
+                    call.frame(),
+                    deliver,
+                    priority=Priority.TOKEN,
+                )
             except KvasirError as error:
-                self._deliver(call, 0.0, error)
+                self._deliver(call, error)
 
-    def _deliver(self, call: RemoteCall, took_s: float, result: memoryview | KvasirError) -> None:
+    def _deliver(self, call: RemoteCall, result: Result, took_s: float = 0.0) -> None:
         self._in_flight.discard(call)
+        call.deliver(result, took_s)
         if isinstance(result, KvasirError):
-            call.error = result
-        else:
-            call.answer = result
-            # A late answer is measured too: that is how the deadline grows for a worker that is merely slower now.
-            with self._times_lock:
-                self._times.observe(call.peer, call.pairs, took_s)
-        call.done.set()
+            return
+        # A late answer is measured too: that is how the deadline grows for a worker that is merely slower now.
+        self.took(call)
+        if call.is_sample and self._observer is not None:
+            sent_bytes = REQUEST_BYTES + call.part.body.shape[0]
+            measured = (call.peer, call.part.activated, call.pairs, sent_bytes, len(result), call.took_s)
+            self._observer.call_measured(CallMeasured(*measured, _computed_s(result)))
 
-    def _report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool) -> None:
-        if call.abandoned and call.stream is None:
+    def _served(self, served: Served) -> None:
+        for peer, calls in served.calls.items():
+            counts = self._counts.of(peer)
+            counts.calls += calls
+            counts.rows += served.rows[peer]
+            counts.refusals = 0
+        self._used.update(served.calls)
+        now = trio.current_time()
+        for peer, layer, experts in served.experts:
+            for part in {self._slice_at[layer, index] for index in experts}:
+                self.ledger.right(peer, part, now, served=True)
+        if self._observer is not None:
+            for measured in served.measured:
+                self._observer.call_measured(measured)
+
+    def _failed(self, call: RemoteCall, error: KvasirError, *, wrong: bool) -> None:
+        if call.abandoned and call.stream is None and call.channel is None:
             logger.debug("this node was too slow to send a call to %s before its deadline", call.peer)
             return
-        counts = self._count(call.peer)
-        counts.calls += 1
-        parts = {self._slice_at[call.request.layer, index] for index in set(call.request.pair_expert.tolist())}
-        if error is None:
-            counts.rows += call.request.rows.shape[0]
-            counts.refusals = 0
-            self._used.add(call.peer)
-            for part in parts:
-                self.ledger.right(call.peer, part, trio.current_time(), served=True)
-            return
-        if call.abandoned and self._nursery is not None:
+        self._counts.of(call.peer).calls += 1
+        parts = {self._slice_at[call.layer, index] for index in set(call.request.pair_expert.tolist())}
+        if call.abandoned and call.stream is not None and self._nursery is not None:
             self._nursery.start_soon(self._cancel_late, call)
         if wrong:
             self._catch(call.peer, error)
-        elif not self._was_away(call.sent_at, call.deadline_s / 2):
+        elif not self._was_away(self._on_loop(call.sent_at), call.limits.deadline_s / 2):
             self._judge(call.peer, parts, error, wrong=False, stream=call.stream)
+
+    def _on_loop(self, monotonic: float) -> float:
+        """A time of the computing threads' clock, on the loop's."""
+        return trio.current_time() - (time.monotonic() - monotonic)
 
     async def _cancel_late(self, call: RemoteCall) -> None:
         """Lets an abandoned call be answered and measured for one more ceiling, then takes it back."""
@@ -267,30 +307,27 @@ class Crew:
         stream: CallStream | None,
     ) -> None:
         """Demerits a peer for its own faults only: one that is full, or refuses what we sent, is not to blame."""
-        counts = self._count(peer)
+        counts = self._counts.of(peer)
         if isinstance(error, Unreachable) and (stream is None or stream.end_reason is not None):
             return  # the end of the stream is judged once, by `_lose`
         if not wrong and isinstance(error, (Overloaded, CapacityError, UsageError, Misbehaved)):
             counts.refusals += 1
             if counts.refusals < REFUSALS_MAX:
-                self._warn(peer, "refused a call: %s", error)
+                self._counts.warn(peer, "refused a call: %s", error)
                 return
             counts.refusals = 0
             error = CallTimeout(f"refused {REFUSALS_MAX} calls in a row, lastly: {error}")
-        counts.failures += 1
-        counts.reason = str(error)[:200]
+        self._counts.fault(peer, str(error))
         if isinstance(error, CallTimeout) and peer in self._members:
             parts = self._members[peer].slices.union(parts)  # silence is the peer's, not one slice's
         for part in sorted(parts):
             self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
-        self._warn(peer, "failed: %s", error)
+        self._counts.warn(peer, "failed: %s", error)
         self._standing_changed(peer, parts)
 
     def _catch(self, peer: PeerId, error: KvasirError) -> None:
         """A worker that passed its trial gave a wrong answer to served work: what else it computed is in doubt."""
-        counts = self._count(peer)
-        counts.failures += 1
-        counts.reason = str(error)[:200]
+        counts = self._counts.fault(peer, str(error))
         is_banned = self.ledger.caught(peer, trio.current_time(), counts.reason)
         logger.warning(
             "worker %s was caught giving a wrong answer%s: %s; requests whose answers it may have touched before: %s",
@@ -306,16 +343,16 @@ class Crew:
     def stepped(self, requests: Collection[int]) -> None:
         """A step computed for these requests, with the help of whoever answered since the last one."""
         for peer in self._used:
-            known = self._count(peer).requests
-            for request in requests:
-                known.pop(request, None)
-                known[request] = None
-            while len(known) > TOUCHED_MAX:
-                del known[next(iter(known))]
+            self._counts.touched(peer, requests)
         self._used.clear()
 
     def _look(self) -> None:
         self._stalls.look(trio.current_time(), self._wall_clock())
+        too_late_at = time.monotonic() - self._settings.deadline_ceiling_s
+        for call in [each for each in self._in_flight if each.abandoned and each.due_at < too_late_at]:
+            self._in_flight.discard(call)  # computed another way long ago, and nothing was sent there since
+            if call.stream is not None:
+                call.stream.cancel(call.id)
 
     def _was_away(self, since: float, least_s: float) -> bool:
         """Whether this machine slept, or was too busy to look, for so long since then."""
@@ -327,20 +364,16 @@ class Crew:
 
     def _standing_changed(self, peer: PeerId, parts: Collection[SliceId]) -> None:
         self._tell_standing(peer, parts)
-        self._changed(frozenset(part.layer for part in parts))
+        self._proven_changed(parts)
         self.trials.plan()
 
-    def _warn(self, peer: PeerId, text: str, *values: object) -> None:
-        counts, now = self._count(peer), trio.current_time()
-        is_due = now - counts.warned_at >= WARN_INTERVAL_S
-        logger.log(logging.WARNING if is_due else logging.DEBUG, f"worker %s {text}", self._name_of(peer), *values)
-        counts.warned_at = now if is_due else counts.warned_at
-
-    def _count(self, peer: PeerId) -> _Counts:
-        counts = self._counts.setdefault(peer, _Counts())
-        if len(self._counts) > COUNTS_MAX:
-            del self._counts[next(each for each in self._counts if each != peer)]
-        return counts
+    def _proven_changed(self, parts: Collection[SliceId]) -> None:
+        able: dict[int, dict[PeerId, frozenset[int]]] = {}
+        for peer, part in self.ledger.proven():
+            layer = able.setdefault(part.layer, {})
+            layer[peer] = layer.get(peer, frozenset()).union(range(part.first, part.last + 1))
+        self._able = able
+        self._changed(frozenset(part.layer for part in parts))
 
     def _trial_ended(self, result: TrialResult) -> None:
         peer, part, error = result.member.peer, result.slice, result.error
@@ -353,7 +386,9 @@ class Crew:
         else:
             with self._times_lock:
                 self._times.observe(peer, result.pairs, result.took_s)
-            self._count(peer).refusals = 0
+            if self._observer is not None and result.measured is not None:
+                self._observer.call_measured(result.measured)
+            self._counts.of(peer).refusals = 0
             if self.ledger.right(peer, part, trio.current_time()):
                 logger.info("worker %s is proven for slice %s", self._name_of(peer), part)
         self._standing_changed(peer, (part,))
@@ -389,6 +424,8 @@ class Crew:
                 self._attach(member, Attachment.from_bytes(body))
             elif method == ExpertsMethod.DETACH:
                 self._detach(member, Attachment.from_bytes(body))
+            elif method == ExpertsMethod.EXPRESS:
+                return self._invited(member)
             else:
                 raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a worker may not call method {method} here")
             return ()
@@ -418,6 +455,30 @@ class Crew:
             if self._members.get(member.peer) is member:
                 self._lose(member, reason, is_fault=is_fault, wrong=wrong)
 
+    def _invited(self, member: Member) -> Sequence[bytes]:
+        """An invitation to an express channel, or nothing."""
+
+        def arrived(channel: ExpressChannel) -> None:
+            if self._members.get(member.peer) is not member:
+                channel.close("the worker has gone meanwhile")
+                return
+            self._close_channel(member.peer, "another one was opened")
+            self._channels[member.peer] = channel
+            logger.info("worker %s is reached over an express channel", self._name_of(member.peer))
+
+        invitation = self._invite(member.peer, arrived) if self._settings.express else None
+        return () if invitation is None else (invitation,)
+
+    def _close_channel(self, peer: PeerId, reason: str) -> None:
+        channel = self._channels.pop(peer, None)
+        if channel is not None:
+            channel.close(reason)
+
+    def round_trips(self) -> Mapping[PeerId, float]:
+        """Seconds, of the newest keepalive of each attached worker's connection."""
+        found = {peer: self._rtt_of(peer) for peer in self._members}
+        return {peer: rtt_s for peer, rtt_s in found.items() if rtt_s is not None}
+
     def _attach(self, member: Member, attachment: Attachment) -> None:
         unknown = [str(part) for part in attachment.slices if part not in self._slices]
         if attachment.model != self._model or unknown:
@@ -440,7 +501,7 @@ class Crew:
         member.slices -= parts
         for part in parts:
             self.ledger.detach(member.peer, part)
-        self._changed(frozenset(part.layer for part in parts))
+        self._proven_changed(parts)
         self.trials.plan()
 
     def _lose(self, member: Member, reason: str, *, is_fault: bool = True, wrong: bool = False) -> None:
@@ -448,22 +509,21 @@ class Crew:
         peer = member.peer
         del self._members[peer]
         member.scope.cancel()
+        self._close_channel(peer, "the worker's call stream ended")
         failed = [part for part in member.slices if self.ledger.standing(peer, part) is Standing.PROVEN or wrong]
         if is_fault and failed and not wrong:
             is_fault = not self._was_away(trio.current_time() - AWAY_GRACE_S, AWAY_S)
         if is_fault and failed:
-            counts = self._count(peer)
-            counts.failures += 1
-            counts.reason = f"left without draining: {reason}"[:200]
+            counts = self._counts.fault(peer, f"left without draining: {reason}")
             for part in failed:
                 self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
-            self._warn(peer, "left without draining: %s", reason)
+            self._counts.warn(peer, "left without draining: %s", reason)
         for part in member.slices:
             self.ledger.detach(peer, part)
         with self._times_lock:
             self._times.forget(peer)
             self._slow_since = {key: since for key, since in self._slow_since.items() if key[0] != peer}
-        self._changed(frozenset(part.layer for part in member.slices))
+        self._proven_changed(member.slices)
         self.trials.plan()
 
     def snapshot(self) -> tuple[WorkerPeerSnapshot, ...]:
@@ -476,7 +536,7 @@ class Crew:
         return tuple(self._snapshot_of(peer, TELLING_FIRST[best[peer]]) for peer in shown[:SHOWN_MAX])
 
     def _snapshot_of(self, peer: PeerId, standing: Standing) -> WorkerPeerSnapshot:
-        member, counts = self._members.get(peer), self._counts.get(peer, _Counts())
+        member, counts = self._members.get(peer), self._counts.seen(peer)
         with self._times_lock:
             expected_s = self._times.expected_s(peer)
         return WorkerPeerSnapshot(
@@ -491,3 +551,11 @@ class Crew:
             failures=counts.failures,
             reason=counts.reason,
         )
+
+
+def _computed_s(answer: memoryview) -> float | None:
+    """How long the worker says it computed; None when it says nothing."""
+    try:
+        return computed_s_of(answer) or None
+    except Misbehaved:
+        return None  # what is wrong with it is seen where it is used

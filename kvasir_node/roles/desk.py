@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import trio
@@ -25,6 +25,7 @@ from kvasir_node.model.jobs import BadLogits, ConstraintFailed, Job, StepToken
 from kvasir_node.model.missing import JobsWait
 from kvasir_node.model.sampling import seed_of_choice
 from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel
+from kvasir_node.roles.measured import StepMeasured
 from kvasir_node.roles.reply import Answer, AnswerItem, Choice, ChoiceWriter, Request
 from kvasir_node.roles.waiting import BringsExperts, WaitingJobs
 
@@ -47,6 +48,9 @@ class Computes(Protocol):
     def is_idle(self) -> bool: ...
 
     @property
+    def is_prefilling(self) -> bool: ...
+
+    @property
     def prompt_tokens(self) -> int: ...
 
     @property
@@ -65,21 +69,11 @@ class Computes(Protocol):
     def step(self) -> list[StepToken]: ...
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Smoothed seconds of one engine step."""
-
-    step_s: float = 0.0
-
-    def observe(self, took_s: float) -> None:
-        self.step_s += (took_s - self.step_s) / 8 if self.step_s else took_s
-
-
 class Desk:
     """Admission, the engine's loop, and each request's way through them.
 
     `load_changed` is called on the loop when the saturation state, or the number of requests, may have changed;
-    `stepped` after each step, with the requests that it may have computed for.
+    `stepped` after each step, before the next one begins.
     """
 
     def __init__(
@@ -89,7 +83,7 @@ class Desk:
         limits: AdmissionLimits,
         *,
         load_changed: Callable[[], None],
-        stepped: Callable[[Sequence[int]], None] = lambda requests: None,
+        stepped: Callable[[StepMeasured], None] = lambda step: None,
         missing: BringsExperts | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
@@ -113,7 +107,6 @@ class Desk:
         self._draining = False
         self._empty = trio.Event()
         self._recent: deque[tuple[float, int]] = deque()
-        self.times = StepTimes()
         self.tokens_total = 0
         self.requests_total = 0
 
@@ -158,8 +151,7 @@ class Desk:
                 await self._wake.wait()
                 continue
             requests = sorted({choice.request.number for choice in self._choices.values() if choice.joined})
-            error = await self._step()
-            self._stepped(requests)
+            error = await self._step(requests)
             attempts = attempts + 1 if error is not None else 0
             if error is not None:
                 logger.error("a step failed (%d of %d): %s", attempts, STEP_ATTEMPTS_MAX, error)
@@ -168,29 +160,33 @@ class Desk:
                     for choice in [each for each in self._choices.values() if each.joined]:
                         self._fail(choice, error)
 
-    async def _step(self) -> KvasirError | None:
+    async def _step(self, requests: Sequence[int]) -> KvasirError | None:
         """One step of the engine and what follows from it; returns why it failed for everybody."""
-        started = trio.current_time()
+        has_prompt, started = self._engine.is_prefilling, trio.current_time()
+        tokens, error = await self._computed()
+        now = trio.current_time()
+        for token in tokens:
+            self._deliver(token, now)
+        self._stepped(StepMeasured(requests, len(tokens), now - started, has_prompt))
+        return error
+
+    async def _computed(self) -> tuple[Sequence[StepToken], KvasirError | None]:
+        """The tokens of a step, or none and perhaps why everybody's failed; who fails or waits alone is seen to."""
         try:
-            tokens = await self._run_blocking(self._engine.step)
+            return await self._run_blocking(self._engine.step), None
         except (BadLogits, ConstraintFailed) as error:
             self._fail(self._choices.get(error.job_id), error)
-            return None
         except JobsWait as error:
             self._let_wait(error)
-            return None
         except KvasirError as error:
-            return error
+            return (), error
         except Exception as error:
             # The one door of the computing thread: memory that ran out on a device, or a bug in a model's code, must
             # cost the requests it meets and not the node.
             logger.exception("computing a step raised %s", type(error).__name__)
-            return BugError(f"computing failed with {type(error).__name__}; the node's log says more, please report it")
-        now = trio.current_time()
-        self.times.observe(now - started)
-        for token in tokens:
-            self._deliver(token, now)
-        return None
+            words = f"computing failed with {type(error).__name__}; the node's log says more, please report it"
+            return (), BugError(words)
+        return (), None
 
     def _let_wait(self, error: JobsWait) -> None:
         assert self._nursery is not None, "only `run` computes"

@@ -7,8 +7,8 @@ It does not know who is proven what for or what a fault costs (decide/ledger), n
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -20,9 +20,17 @@ from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.decide.ledger import Ledger
 from kvasir_node.net.rpc import CallStream
-from kvasir_node.roles.dispatch import agrees, pick_pairs, wrong_result
+from kvasir_node.roles.comparing import agrees, pick_pairs, wrong_result
+from kvasir_node.roles.measured import CallMeasured
 from kvasir_node.wire.messages import ExpertsMethod
-from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
+from kvasir_node.wire.tensors import (
+    Encoding,
+    ExpertRequest,
+    computed_s_of,
+    read_answer,
+    request_parts,
+    through_wire,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +82,7 @@ class TrialResult:
     error: KvasirError | None
     wrong: bool = False
     is_checked: bool = True
+    measured: CallMeasured | None = None
 
 
 class _Unchecked(Exception):
@@ -107,6 +116,7 @@ class Trials:
         self._begun = begun
         self._ended = ended
         self._run_blocking = run_blocking
+        self._encoding: Encoding | None = None  # of rows that leave; None = in the dtype they are computed in
         self._scope = TrialScope.NONE
         self._masks: dict[tuple[SliceId, TrialScope], torch.Tensor] = {}  # one per slice of the model and scope
         # By layer, one for each slice that wants one; replaced as a whole by the loop, read by the computing thread.
@@ -116,6 +126,10 @@ class Trials:
     @property
     def scope(self) -> TrialScope:
         return self._scope
+
+    def set_encoding(self, encoding: Encoding) -> None:
+        """What rows travel in from now on."""
+        self._encoding = encoding
 
     def set_scope(self, scope: TrialScope) -> None:
         """What may be tried from now on. A smaller scope holds at once, also for rows that were offered before."""
@@ -193,12 +207,17 @@ class Trials:
         """One bounded call on real rows, compared with our own result. No token waits for it."""
         started = trio.current_time()
         pairs = request.pair_row.shape[0]
+        encoding = self._encoding or Encoding.of(request.rows.dtype)
+        request = replace(request, rows=through_wire(request.rows, encoding), encoding=encoding)
+        parts = request_parts(request, encoding)
         try:
             body = await member.calls.call(
-                int(ExpertsMethod.COMPUTE), *request_parts(request), timeout_s=self._settings.deadline_ceiling_s
+                int(ExpertsMethod.COMPUTE), *parts, timeout_s=self._settings.deadline_ceiling_s
             )
             took_s = trio.current_time() - started
-            result = TrialResult(member, part, pairs, took_s, await self._wrong_with(body, request), wrong=True)
+            fault = await self._wrong_with(body, request)
+            measured = None if fault is not None else _measured(member, request, parts, body, took_s)
+            result = TrialResult(member, part, pairs, took_s, fault, wrong=True, measured=measured)
         except KvasirError as error:
             result = TrialResult(member, part, pairs, trio.current_time() - started, error)
         except _Unchecked as unchecked:
@@ -217,12 +236,27 @@ class Trials:
             raise _Unchecked("a trial could not be checked: the model gives values that are not finite on its rows")
         rows, hidden_size = request.rows.shape
         try:
-            sums = read_answer(body, rows=rows, hidden_size=hidden_size, dtype=request.rows.dtype)
-            if not agrees(sums.to(torch.float32), own, request.rows.dtype):
+            assert request.encoding is not None, "it was sent"
+            sums = read_answer(body, rows=rows, hidden_size=hidden_size, dtype=request.encoding)
+            if not agrees(sums.to(torch.float32), own, request.encoding):
                 raise wrong_result()
         except Misbehaved as error:
             return error
         return None
+
+
+def _measured(
+    member: Member, request: ExpertRequest, parts: Sequence[bytes | memoryview], answer: memoryview, took_s: float
+) -> CallMeasured:
+    return CallMeasured(
+        peer=member.peer,
+        activated=int(request.pair_expert.unique().shape[0]),
+        pairs=request.pair_row.shape[0],
+        sent_bytes=sum(map(len, parts)),
+        received_bytes=len(answer),
+        took_s=took_s,
+        computed_s=computed_s_of(answer) or None,
+    )
 
 
 def trial_request(

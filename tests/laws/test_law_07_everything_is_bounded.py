@@ -5,8 +5,8 @@ from collections.abc import Sized
 
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.admission import Admission, AdmissionLimits
+from kvasir_node.decide.call_times import CallTimes, DeadlineLimits
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.decide.fanout import CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import Ledger, LedgerLimits
 from kvasir_node.decide.market import DUE_SLACK, Demand, Market, MarketLimits
 from kvasir_node.decide.placement import Assignment, HubsKnown, OfferReceived, Placement, PlacementLimits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +17,23 @@ from safetensors.torch import save_file
 from kvasir_node.base.errors import KvasirError, Unreachable
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
-from kvasir_node.decide.fanout import Route
+from kvasir_node.decide.call_times import CallLimits
+from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.checkpoint import Checkpoint, ExpertMaths
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.model.pair_split import PairSplitter
 from kvasir_node.model.tensor_file import read_header, read_tensor
+from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.memory_net import MemoryNetwork, MemoryTransport
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.crew import Crew
-from kvasir_node.roles.dispatch import FanoutDispatch, RemoteCall
+from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.own_experts import OwnExperts
+from kvasir_node.roles.remote_call import RemoteCall, Served
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
-from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_request, request_parts
+from kvasir_node.wire.tensors import Encoding, ExpertRequest, answer_parts, read_request
 
 D, INNER, EXPERTS, LAYERS = 16, 8, 8, (0, 1, 2)
 MODEL = ModelId(cid_of(b"a model"))
@@ -89,35 +93,59 @@ Answer = Callable[[RemoteCall], memoryview | KvasirError | None]
 
 
 class FakeCrew:
-    """Answers each call at once as `answers[peer]` says; None = never. Remembers everything."""
+    """Answers each call at once as `answers[peer]` says; None = never. Remembers everything.
 
-    def __init__(self, answers: dict[PeerId, Answer], deadline_s: float = 0.0) -> None:
+    A call is late after `hedge_s`, by default with its deadline. `able`: who has which experts, of every layer.
+    """
+
+    def __init__(
+        self,
+        answers: dict[PeerId, Answer],
+        deadline_s: float | None = 0.0,
+        *,
+        hedge_s: float | None = None,
+        able: dict[PeerId, set[int]] | None = None,
+    ) -> None:
         self.answers = answers
         self.deadline = deadline_s
+        self.hedge = deadline_s if hedge_s is None else hedge_s
+        self.able = able or {}
+        self.channels: dict[PeerId, ExpressChannel] = {}
         self.batches: list[list[RemoteCall]] = []
         self.reports: list[tuple[PeerId, KvasirError | None, bool]] = []
+        self.heard: list[Served] = []
+        self.timed: list[RemoteCall] = []
         self.offered: list[int] = []
 
     @property
     def calls(self) -> list[RemoteCall]:
         return [call for batch in self.batches for call in batch]
 
-    def deadline_s(self, peer: PeerId, pairs: int, own_s: float) -> float | None:
-        return self.deadline
+    def limits_of(self, peer: PeerId, pairs: int, own_s: float) -> CallLimits | None:
+        return None if self.deadline is None or self.hedge is None else CallLimits(self.hedge, self.deadline)
+
+    def channel(self, peer: PeerId) -> ExpressChannel | None:
+        return self.channels.get(peer)
+
+    def replicas(self, layer: int, experts: Collection[int]) -> list[tuple[PeerId, float | None]]:
+        return [(peer, 0.0) for peer, its in self.able.items() if its.issuperset(experts)]
 
     def send(self, calls: Sequence[RemoteCall]) -> None:
         self.batches.append(list(calls))
         for call in calls:
             result = self.answers[call.peer](call)
-            if isinstance(result, KvasirError):
-                call.error = result
-            elif result is not None:
-                call.answer = result
             if result is not None:
-                call.done.set()
+                call.deliver(result)
 
-    def report(self, call: RemoteCall, error: KvasirError | None, *, wrong: bool = False) -> None:
+    def took(self, call: RemoteCall) -> None:
+        self.timed.append(call)
+
+    def failed(self, call: RemoteCall, error: KvasirError, *, wrong: bool = False) -> None:
         self.reports.append((call.peer, error, wrong))
+
+    def served(self, served: Served) -> None:
+        self.heard.append(served)
+        self.reports += [(peer, None, False) for peer, calls in served.calls.items() for _ in range(calls)]
 
     def offer_trial(self, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
         self.offered.append(layer)
@@ -134,10 +162,14 @@ def make_dispatch(own: OwnExperts, crew: FakeCrew, *, checks: bool = False, **ch
     return FanoutDispatch(own, LAYERS, EXPERTS, crew=crew, **options)  # type: ignore[arg-type]
 
 
-def route_of(*peers: PeerId | None, layers: Sequence[int] = LAYERS) -> Route:
+def route_of(*peers: PeerId | None, layers: Sequence[int] = LAYERS) -> Routes:
     """The same row for each layer: `peers` over and over."""
-    row = tuple(peers[index % len(peers)] for index in range(EXPERTS))
-    return Route(True, "", dict.fromkeys(layers, row))
+    return dict.fromkeys(layers, tuple(peers[index % len(peers)] for index in range(EXPERTS)))
+
+
+def follow(dispatch: FanoutDispatch, routes: Routes) -> None:
+    """Forwards of any size go by these routes."""
+    dispatch.set_routes(routes, {}, 1 << 20)
 
 
 # A crew with a network ------------------------------------------------------------------------------------------
@@ -187,11 +219,20 @@ class Loop:
     def call(self, peer: PeerId, part: SliceId, seed: int = 0, deadline_s: float = 1.0) -> RemoteCall:
         """A call with rows for all experts of a slice, sent."""
         rows, _, weights = random_rows(seed, part.count, 1)
-        pairs = torch.arange(part.count, dtype=torch.int32)
-        request = ExpertRequest(part.layer, rows, pairs, pairs + part.first, weights.reshape(-1))
-        call = RemoteCall(peer, request, pairs.long(), deadline_s, 0.0, request_parts(request))
+        chosen = torch.arange(part.first, part.last + 1)[:, None]
+        where = torch.ones(EXPERTS, dtype=torch.int64)
+        (cut,) = PairSplitter(torch.float32).split(where, 2, rows, chosen, weights).parts
+        call = RemoteCall(peer, part.layer, cut, D, Encoding.FLOAT32, CallLimits(deadline_s, deadline_s), seed)
         self.crew.send([call])
         return call
+
+    def ended(self, call: RemoteCall, error: KvasirError | None = None, *, wrong: bool = False) -> None:
+        """What a computing thread tells of a call."""
+        if error is not None:
+            self.crew.failed(call, error, wrong=wrong)
+            return
+        experts = frozenset(call.request.pair_expert.tolist())
+        self.crew.served(Served({call.peer: 1}, {call.peer: call.part.rows}, [(call.peer, call.layer, experts)]))
 
     def standing(self, peer: PeerId, part: SliceId) -> str:
         return str(self.crew.ledger.standing(peer, part))

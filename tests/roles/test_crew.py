@@ -25,7 +25,8 @@ from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overload
 from kvasir_node.base.ids import ModelId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.net.memory_net import open_memory_network
-from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S, TOUCHED_MAX
+from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
+from kvasir_node.roles.peer_counts import TOUCHED_MAX
 from kvasir_node.roles.trials import TrialScope, trial_request
 from kvasir_node.wire.messages import ExpertsMethod
 from kvasir_node.wire.tensors import answer_parts
@@ -67,6 +68,11 @@ async def prove(loop: Loop, worker: ScriptedWorker, *slices: SliceId) -> None:
     for seed in range(20):
         await loop.forward(seed)
     assert all(loop.standing(worker.peer, part) == "proven" for part in slices)
+
+
+def deadline_s(crew, peer, pairs, own_s):
+    limits = crew.limits_of(peer, pairs, own_s)
+    return None if limits is None else limits.deadline_s
 
 
 def seen(loop: Loop):
@@ -312,9 +318,9 @@ async def test_a_call_is_answered_measured_and_counted(autojump_clock, loop, wor
     await prove(loop, worker, FIRST)
     call = loop.call(worker.peer, FIRST)
     await trio.sleep(0.1)
-    assert call.done.is_set()
-    assert call.answer is not None
-    loop.crew.report(call, None)
+    assert call.done.is_set
+    assert isinstance(call.result, memoryview)
+    loop.ended(call)
     await trio.sleep(0.1)
     view = seen(loop)
     assert (view.calls, view.rows, view.failures, view.state) == (1, 4, 0, "proven")
@@ -324,9 +330,9 @@ async def test_a_call_is_answered_measured_and_counted(autojump_clock, loop, wor
 async def test_a_call_to_nobody_fails_at_once(autojump_clock, loop):
     call = loop.call(loop.transport.peer_id, FIRST)
     await trio.sleep(0.01)
-    assert isinstance(call.error, Unreachable)
-    assert call.done.is_set()
-    loop.crew.report(call, call.error)
+    assert isinstance(call.result, Unreachable)
+    assert call.done.is_set
+    loop.ended(call, call.result)
     await trio.sleep(0.01)
     assert loop.crew.snapshot() == ()
 
@@ -334,7 +340,7 @@ async def test_a_call_to_nobody_fails_at_once(autojump_clock, loop):
 async def late(loop: Loop, call) -> None:
     await trio.sleep(0.05)
     call.abandoned = True
-    loop.crew.report(call, CallTimeout("no answer within 50 ms"))
+    loop.ended(call, CallTimeout("no answer within 50 ms"))
 
 
 async def test_law_5_silence_is_one_failure_of_all_slices_and_the_call_is_taken_back(autojump_clock, loop, worker):
@@ -354,7 +360,7 @@ async def test_law_8_a_call_that_we_were_too_slow_to_send_is_nobodys_fault(autoj
     await prove(loop, worker, FIRST)
     call = loop.call(worker.peer, FIRST)
     call.abandoned = True  # before the loop came to it
-    loop.crew.report(call, CallTimeout("no answer within 50 ms"))
+    loop.ended(call, CallTimeout("no answer within 50 ms"))
     await trio.sleep(0.1)
     assert (seen(loop).failures, loop.standing(worker.peer, FIRST)) == (0, "proven")
     assert len(worker.requests) == 1
@@ -363,16 +369,16 @@ async def test_law_8_a_call_that_we_were_too_slow_to_send_is_nobodys_fault(autoj
 async def test_a_late_answer_makes_the_next_deadline_longer(autojump_clock, loop, worker, network):
     await prove(loop, worker, FIRST)
     for seed in range(20):
-        loop.crew.report(loop.call(worker.peer, FIRST, seed), None)
+        loop.ended(loop.call(worker.peer, FIRST, seed))
         await trio.sleep(0.1)
-    before = loop.crew.deadline_s(worker.peer, 4, 0.0)
+    before = deadline_s(loop.crew, worker.peer, 4, 0.0)
     assert before == FanoutSettings().deadline_floor_s
     worker.held_back = trio.Event()
     await late(loop, loop.call(worker.peer, FIRST))
     await trio.sleep(1.5)
     worker.held_back.set()
     await trio.sleep(0.1)
-    after = loop.crew.deadline_s(worker.peer, 4, 0.0)
+    after = deadline_s(loop.crew, worker.peer, 4, 0.0)
     assert after is not None
     assert after > 1.0
 
@@ -382,15 +388,15 @@ async def test_law_5_a_call_that_is_expected_to_be_late_is_not_made_and_is_tried
 ):
     await prove(loop, worker, FIRST)
     crew = loop.crew
-    assert crew.deadline_s(worker.peer, 1000, 0.0) == 2.0  # nothing like it is known: the ceiling
+    assert deadline_s(crew, worker.peer, 1000, 0.0) == 2.0  # nothing like it is known: the ceiling
     crew._times.observe(worker.peer, 1000, 3.0)
-    assert crew.deadline_s(worker.peer, 1000, 0.0) is None
-    assert crew.deadline_s(worker.peer, 4000, 0.0) is None  # as many pairs take longer
-    assert crew.deadline_s(worker.peer, 4, 0.0) is not None
-    assert crew.deadline_s(worker.peer, 1000, 2.0) == 4.0  # ... unless we would need long ourselves
-    assert crew.deadline_s(loop.transport.peer_id, 100_000, 1e9) == 2.0 * (1 + MORE_TIME_MAX)  # never without bound
+    assert deadline_s(crew, worker.peer, 1000, 0.0) is None
+    assert deadline_s(crew, worker.peer, 4000, 0.0) is None  # as many pairs take longer
+    assert deadline_s(crew, worker.peer, 4, 0.0) is not None
+    assert deadline_s(crew, worker.peer, 1000, 2.0) == 4.0  # ... unless we would need long ourselves
+    assert deadline_s(crew, loop.transport.peer_id, 100_000, 1e9) == 2.0 * (1 + MORE_TIME_MAX)  # never without bound
     loop.now_s += SLOW_FORGET_S
-    assert crew.deadline_s(worker.peer, 1000, 0.0) == 2.0
+    assert deadline_s(crew, worker.peer, 1000, 0.0) == 2.0
 
 
 async def test_law_8_a_worker_that_is_full_keeps_its_proof_and_one_that_only_refuses_gets_a_pause(
@@ -400,7 +406,7 @@ async def test_law_8_a_worker_that_is_full_keeps_its_proof_and_one_that_only_ref
     for number in range(REFUSALS_MAX):
         assert loop.standing(worker.peer, FIRST) == "proven"
         assert seen(loop).failures == 0
-        loop.crew.report(loop.call(worker.peer, FIRST, number), Overloaded("full"))
+        loop.ended(loop.call(worker.peer, FIRST, number), Overloaded("full"))
         await trio.sleep(0.1)
     assert loop.standing(worker.peer, FIRST) == "suspect"
     assert "refused" in seen(loop).reason
@@ -410,7 +416,7 @@ async def test_an_answer_between_refusals_begins_their_count_anew(autojump_clock
     await prove(loop, worker, FIRST)
     for number in range(3 * REFUSALS_MAX):
         error = None if number % REFUSALS_MAX == REFUSALS_MAX - 1 else Overloaded("full")
-        loop.crew.report(loop.call(worker.peer, FIRST, number), error)
+        loop.ended(loop.call(worker.peer, FIRST, number), error)
         await trio.sleep(0.1)
     assert loop.standing(worker.peer, FIRST) == "proven"
 
@@ -418,7 +424,7 @@ async def test_an_answer_between_refusals_begins_their_count_anew(autojump_clock
 async def serve_wrongly(loop: Loop, worker: ScriptedWorker, part: SliceId) -> None:
     call = loop.call(worker.peer, part)
     await trio.sleep(0.1)
-    loop.crew.report(call, Misbehaved("bad_result", "differs"), wrong=True)
+    loop.ended(call, Misbehaved("bad_result", "differs"), wrong=True)
     await trio.sleep(0.1)
 
 
@@ -456,7 +462,7 @@ async def test_the_requests_that_a_caught_liar_may_have_touched_are_named_and_no
         (other.peer, SECOND, (400, 401)),
         (worker.peer, FIRST, (7, 402)),
     ):
-        loop.crew.report(loop.call(peer, part), None)
+        loop.ended(loop.call(peer, part))
         await trio.sleep(0.1)
         loop.crew.stepped(requests)
     loop.crew.stepped((500,))  # a step without workers
@@ -474,7 +480,7 @@ async def test_law_7_a_worker_that_fails_at_the_rate_of_tokens_does_not_fill_the
     await prove(loop, worker, FIRST)
     with caplog.at_level(logging.WARNING):
         for number in range(200):
-            loop.crew.report(loop.call(worker.peer, FIRST, number), Overloaded("full"))
+            loop.ended(loop.call(worker.peer, FIRST, number), Overloaded("full"))
             await trio.sleep(0.01)
     assert len(caplog.records) <= 2
 
@@ -492,7 +498,7 @@ async def test_law_8_leaving_in_good_order_is_no_fault_even_when_the_connection_
     assert loop.changed[0] == {0}  # before the answer: nothing more is sent
     call = loop.call(worker.peer, FIRST)  # what was on its way is still answered
     await trio.sleep(0.1)
-    assert call.answer is not None
+    assert isinstance(call.result, memoryview)
     await worker.calls.stream.reset()
     await trio.sleep(0.1)
     assert seen(loop).failures == 0
@@ -507,8 +513,8 @@ async def test_law_8_leaving_without_a_word_is_one_fault_however_many_calls_it_c
     await worker.calls.stream.reset()
     await trio.sleep(0.1)
     for call in calls:
-        assert isinstance(call.error, Unreachable)
-        loop.crew.report(call, call.error)
+        assert isinstance(call.result, Unreachable)
+        loop.ended(call, call.result)
     await trio.sleep(0.1)
     view = seen(loop)
     assert (view.failures, view.state) == (1, "suspect")
@@ -535,7 +541,7 @@ async def test_a_worker_that_connects_again_replaces_itself_and_nothing_is_sent_
     await trio.sleep(0.1)
     await nursery.start(worker.run)
     await trio.sleep(0.1)
-    assert isinstance(call.error, Unreachable)  # not at its deadline: at once
+    assert isinstance(call.result, Unreachable)  # not at its deadline: at once
     await old_stopped.wait()
     assert old_calls.end_reason is not None
     assert loop.standing(worker.peer, FIRST) == "suspect"
@@ -575,7 +581,7 @@ async def test_law_8_a_machine_that_slept_or_was_overloaded_blames_nobody_for_wh
     if away == "overloaded":
         loop.crew._stalls.look(trio.current_time() - 1.5, trio.current_time() - 1.5)  # ... and not since
     call.abandoned = True
-    loop.crew.report(call, CallTimeout("no answer within 1000 ms"))
+    loop.ended(call, CallTimeout("no answer within 1000 ms"))
     await trio.sleep(0.2)  # the deadline of the trial passes
     await worker.calls.stream.reset()  # the other end had given us up
     await worker.stopped.wait()
@@ -608,12 +614,12 @@ async def test_a_step_that_outlives_the_crew_waits_for_nobody_and_blames_nobody(
         worker.silent = True
         before = loop.call(worker.peer, FIRST)
         await trio.sleep(0.1)
-        assert not before.done.is_set()
+        assert not before.done.is_set
     after = loop.call(worker.peer, FIRST)
     await trio.sleep(0.1)
     for call in (before, after):
-        assert isinstance(call.error, Unreachable)
-        assert call.done.is_set()
+        assert isinstance(call.result, Unreachable)
+        assert call.done.is_set
     await late(loop, before)
     await loop.forward()
     assert len(loop.crew._in_flight) == 0

@@ -17,6 +17,7 @@ from kvasir_node.decide.admission import AdmissionLimits, Load
 from kvasir_node.model.jobs import AnswerTally, BadLogits, Job, StepToken
 from kvasir_node.model.text import LONG_TEXT_CHARACTERS
 from kvasir_node.roles.desk import STEP_ATTEMPTS_MAX, Answer, Desk
+from kvasir_node.roles.measured import StepMeasured
 
 END = 0
 STEP_S = 0.1
@@ -70,6 +71,10 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return not self.seats
 
+    @property
+    def is_prefilling(self) -> bool:
+        return any(not seat.given for seat in self.seats.values())
+
     def check(self, job: Job) -> None:
         if job.max_tokens < 1:
             raise UsageError("max_tokens must be at least 1", param="max_tokens")
@@ -120,6 +125,7 @@ class Room:
     desk: Desk
     engine: FakeEngine
     load_changes: list[Load] = field(default_factory=list)
+    steps: list[StepMeasured] = field(default_factory=list)
     inline_calls: int = 0
 
     def assert_empty(self) -> None:
@@ -169,6 +175,7 @@ async def open_room(slots: int = 2, queue: int = 3) -> AsyncIterator[Room]:
         FakeText(),  # type: ignore[arg-type]
         limits,
         load_changed=lambda: room.load_changes.append(room.desk.admission.load),
+        stepped=lambda step: room.steps.append(step),
         run_blocking=run_blocking,
     )
     room = Room(desk, engine)
@@ -279,6 +286,15 @@ async def test_a_drain_finishes_what_is_queued_and_refuses_what_is_new_and_two_d
         with trio.fail_after(1):
             await room.desk.drain()
         room.assert_empty()
+
+
+async def test_each_step_is_told_with_its_tokens_its_time_and_whether_it_had_prompts(autojump_clock):
+    async with open_room() as room:
+        room.engine.faults.extend([None, DataError("the disk")])
+        await room.ask("abc", 3)
+    assert [(step.tokens, step.has_prompt) for step in room.steps] == [(1, True), (0, False), (1, False), (1, False)]
+    assert {len(step.requests) for step in room.steps} == {1}
+    assert all(step.took_s == pytest.approx(STEP_S) for step in room.steps)
 
 
 async def test_law_8_a_step_that_fails_is_repeated_and_no_request_notices(autojump_clock):

@@ -48,6 +48,8 @@ class ScriptedEngine:
     def is_idle(self) -> bool:
         return not self.jobs
 
+    is_prefilling = False
+
     def check(self, job: Job) -> None:
         if job.max_tokens < 1:
             raise UsageError("too few")

@@ -14,6 +14,7 @@ from fanout_fakes import (
     LAYERS,
     FakeCrew,
     changed_body,
+    follow,
     honest_body,
     make_checkpoint,
     make_dispatch,
@@ -27,14 +28,15 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, RejectReason, Unreachable
 from kvasir_node.base.ids import ExpertId, PeerId
-from kvasir_node.decide.fanout import Route
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import LocalDispatch
-from kvasir_node.roles.dispatch import HEAT_EVERY, TOLERANCES, agrees, pick_pairs, rows_of
+from kvasir_node.roles.availability import PAUSED_MAX, Availability
+from kvasir_node.roles.comparing import TOLERANCES, agrees, pick_pairs, rows_of
+from kvasir_node.roles.heat import HEAT_EVERY
 from kvasir_node.roles.own_experts import OwnExperts
-from kvasir_node.wire.tensors import PAIRS_MAX
+from kvasir_node.wire.tensors import PAIRS_MAX, Encoding
 
 PEERS = (ANN, BOB, CYD)
 
@@ -107,7 +109,7 @@ def test_law_1_same_answer_whatever_the_route_and_whatever_the_workers_do(
     own = own_by_held[held]
     crew = FakeCrew({peer: answer_of(own, kind) for peer, kind in zip(PEERS, kinds, strict=True)})
     dispatch = make_dispatch(own, crew, checks=True)
-    dispatch.set_route(Route(True, "", {layer: tuple(row) for layer, row in routes.items()}))
+    follow(dispatch, {layer: tuple(row) for layer, row in routes.items()})
     dispatch.begin(rows)
     for layer in LAYERS:
         inputs = random_rows(seed + layer, rows, each)
@@ -141,9 +143,10 @@ def test_law_1_same_answer_whatever_the_route_and_whatever_the_workers_do(
 def test_law_8_the_crew_is_told_how_a_call_ended(own, kind, error, wrong):
     crew = FakeCrew({ANN: answer_of(own, kind)})
     dispatch = make_dispatch(own, crew, checks=True)
-    dispatch.set_route(route_of(ANN, None))
+    follow(dispatch, route_of(ANN, None))
     dispatch.begin(5)
     dispatch(0, *random_rows(0))
+    dispatch.tally()
     ((peer, told, told_wrong),) = crew.reports
     assert peer == ANN
     assert told is None if error is None else isinstance(told, error)
@@ -155,7 +158,7 @@ def test_law_8_a_worker_is_not_to_blame_where_the_model_itself_overflows(tmp_pat
     own = make_own(make_checkpoint(tmp_path, scale=1e20))
     crew = FakeCrew({ANN: answer_of(own, "honest")})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     dispatch.begin(5)
     total = dispatch(0, *random_rows(0))
     assert not bool(torch.isfinite(total).all())
@@ -165,8 +168,8 @@ def test_law_8_a_worker_is_not_to_blame_where_the_model_itself_overflows(tmp_pat
 def test_law_2_without_a_route_nothing_leaves_and_nothing_is_copied_for_a_trial(own, truth):
     crew = FakeCrew({})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN))
-    dispatch.set_route(route_of(None))
+    follow(dispatch, route_of(ANN))
+    follow(dispatch, route_of(None))
     for seed in range(3):
         dispatch.begin(5)
         for layer in LAYERS:
@@ -175,16 +178,19 @@ def test_law_2_without_a_route_nothing_leaves_and_nothing_is_copied_for_a_trial(
     assert (crew.batches, crew.offered, dispatch.counters.remote) == ([], [], 0)
 
 
-def test_a_route_for_some_layers_leaves_the_others_as_they_were(own):
+def test_forwards_with_a_prompt_follow_routes_of_their_own(own):
     crew = FakeCrew({peer: answer_of(own, "honest") for peer in PEERS})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN))
-    dispatch.set_route(route_of(BOB, layers=(1,)))
-    dispatch.set_route(route_of(None, layers=(2,)))
+    dispatch.set_routes({**route_of(ANN), **route_of(None, layers=(2,))}, route_of(BOB, layers=(1,)), 5)
+    for count in (5, 6):
+        dispatch.begin(count)
+        for layer in LAYERS:
+            dispatch(layer, *random_rows(layer, count))
+    assert [(call.layer, call.peer) for call in crew.calls] == [(0, ANN), (1, ANN), (1, BOB)]
+    dispatch.set_routes({}, {}, 5)
     dispatch.begin(5)
-    for layer in LAYERS:
-        dispatch(layer, *random_rows(layer))
-    assert [(call.request.layer, call.peer) for call in crew.calls] == [(0, ANN), (1, BOB)]
+    dispatch(0, *random_rows(0))
+    assert len(crew.calls) == 3
 
 
 def test_rows_are_offered_only_for_layers_that_want_a_trial(own):
@@ -200,7 +206,7 @@ def test_rows_are_offered_only_for_layers_that_want_a_trial(own):
 def test_all_frames_of_a_layer_fly_before_anything_is_waited_for(own):
     crew = FakeCrew({peer: answer_of(own, "honest") for peer in PEERS})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(None, *PEERS))
+    follow(dispatch, route_of(None, *PEERS))
     dispatch.begin(9)
     dispatch(0, *random_rows(0, 9, 4))
     assert [[call.peer for call in batch] for batch in crew.batches] == [[ANN, BOB, CYD]]
@@ -210,7 +216,7 @@ def test_all_frames_of_a_layer_fly_before_anything_is_waited_for(own):
 def test_a_row_travels_once_however_many_of_its_experts_a_worker_computes(own):
     crew = FakeCrew({ANN: answer_of(own, "honest")})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     dispatch.begin(6)
     dispatch(0, *random_rows(0, 6, 4))
     (call,) = crew.calls
@@ -222,7 +228,7 @@ def test_law_5_deadlines_of_one_layer_run_at_the_same_time(own):
     peers = tuple(PeerId(f"peer {number}") for number in range(EXPERTS))
     crew = FakeCrew({peer: answer_of(own, "silent") for peer in peers}, deadline_s=0.25)
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(*peers))
+    follow(dispatch, route_of(*peers))
     dispatch.begin(8)
     started = time.monotonic()
     dispatch(0, *random_rows(0, 8, 4))
@@ -238,7 +244,7 @@ def test_law_5_deadlines_of_a_forward_do_not_add_up_and_the_next_forward_has_new
         crew.answers[peer] = answer_of(own, "silent")
         if step in (0, 20):
             dispatch.begin(5)
-        dispatch.set_route(route_of(peer))
+        follow(dispatch, route_of(peer))
         inputs = random_rows(step)
         torch.testing.assert_close(dispatch(step % 3, *inputs), truth(step % 3, *inputs))
         if step == 19:
@@ -250,7 +256,7 @@ def test_law_5_nothing_more_is_sent_at_once_to_a_worker_that_failed_even_when_th
     crew = FakeCrew({ANN: answer_of(own, "silent"), BOB: answer_of(own, "honest")})
     dispatch = make_dispatch(own, crew)
     for seed in range(10):
-        dispatch.set_route(route_of(ANN, BOB))  # who plans has not heard of the failure yet
+        follow(dispatch, route_of(ANN, BOB))  # who plans has not heard of the failure yet
         dispatch.begin(5)
         dispatch(seed % 3, *random_rows(seed))
     assert [call.peer for call in crew.calls].count(ANN) == 1
@@ -260,27 +266,27 @@ def test_law_5_nothing_more_is_sent_at_once_to_a_worker_that_failed_even_when_th
 def test_a_worker_that_was_full_is_asked_again_after_a_pause(own):
     crew = FakeCrew({ANN: answer_of(own, "full")})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     dispatch.begin(5)
     dispatch(0, *random_rows(0))
-    dispatch._common.paused[ANN] = time.monotonic() - 1e-6
+    dispatch._common.availability._paused[ANN] = time.monotonic() - 1e-6
     dispatch(1, *random_rows(1))
     dispatch(2, *random_rows(2))
     assert len(crew.calls) == 2
 
 
-def test_law_7_peers_in_a_pause_are_forgotten_when_it_is_over(own):
-    dispatch = make_dispatch(own, FakeCrew({}))
+def test_law_7_peers_in_a_pause_are_forgotten_when_it_is_over():
+    availability = Availability()
     for number in range(1000):
-        dispatch._pause(PeerId(f"peer {number}"))
-        dispatch._common.paused[PeerId(f"peer {number}")] -= 1.0
-    assert len(dispatch._common.paused) <= 257
+        availability.pause(PeerId(f"peer {number}"))
+        availability._paused[PeerId(f"peer {number}")] -= 1.0
+    assert len(availability._paused) <= PAUSED_MAX + 1
 
 
 def test_an_answer_that_came_while_our_own_share_took_longer_than_the_deadline_is_used(own):
     crew = FakeCrew({ANN: answer_of(own, "honest")}, deadline_s=-1.0)  # past before anything is waited for
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN, None))
+    follow(dispatch, route_of(ANN, None))
     dispatch.begin(5)
     dispatch(0, *random_rows(0))
     assert dispatch.counters.remote == crew.calls[0].pairs
@@ -291,7 +297,7 @@ def test_an_answer_that_came_while_our_own_share_took_longer_than_the_deadline_i
 def test_what_cannot_travel_in_one_frame_or_in_time_is_computed_here_and_blamed_on_nobody(own, truth, limit):
     crew = FakeCrew({ANN: answer_of(own, "honest")}, deadline_s=None if limit == "no deadline" else 0.0)  # type: ignore[arg-type]
     dispatch = make_dispatch(own, crew, body_bytes_max=300 if limit == "body" else 1 << 25)
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     count = PAIRS_MAX // 8 + 1 if limit == "pairs" else 8
     dispatch.begin(count)
     rows, chosen, weights = random_rows(0, 8, 8)
@@ -305,7 +311,7 @@ def test_what_cannot_travel_in_one_frame_or_in_time_is_computed_here_and_blamed_
 def test_a_forward_that_raised_leaves_nothing_behind_for_the_next_one(own, truth):
     crew = FakeCrew({ANN: answer_of(own, "honest")})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_route(route_of(ANN, None))
+    follow(dispatch, route_of(ANN, None))
     dispatch.begin(9)
     dispatch(0, *random_rows(0, 9))  # ... and then the forward ends with an error
     dispatch.begin(2)
@@ -335,18 +341,18 @@ def test_heat_is_counted_in_one_forward_of_some_and_fades(own):
 
 def test_agreement_is_judged_row_by_row_so_that_a_small_row_cannot_hide_behind_a_large_one():
     own = torch.tensor([[1000.0, -1000.0], [0.01, 0.02]])
-    assert agrees(own * (1 + 1e-6), own, torch.float32)
-    assert not agrees(own + torch.tensor([[0.0, 0.0], [0.001, 0.0]]), own, torch.float32)
-    assert agrees(own + torch.tensor([[0.01, 0.0], [0.0, 0.0]]), own, torch.float32)
-    assert agrees(torch.zeros(2, 2), torch.zeros(2, 2), torch.float32)
-    assert not agrees(own.clone().fill_(float("nan")), own, torch.float32)
+    assert agrees(own * (1 + 1e-6), own, Encoding.FLOAT32)
+    assert not agrees(own + torch.tensor([[0.0, 0.0], [0.001, 0.0]]), own, Encoding.FLOAT32)
+    assert agrees(own + torch.tensor([[0.01, 0.0], [0.0, 0.0]]), own, Encoding.FLOAT32)
+    assert agrees(torch.zeros(2, 2), torch.zeros(2, 2), Encoding.FLOAT32)
+    assert not agrees(own.clone().fill_(float("nan")), own, Encoding.FLOAT32)
 
 
 def test_a_fork_has_a_forward_of_its_own_and_knows_the_same_routes_pauses_heat_and_counters(own, truth):
     crew = FakeCrew({ANN: answer_of(own, "honest"), BOB: answer_of(own, "silent")})
     dispatch = make_dispatch(own, crew)
     fork = dispatch.fork()
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     dispatch.begin(5)
     for _ in range(HEAT_EVERY):
         fork.begin(5)
@@ -358,7 +364,7 @@ def test_a_fork_has_a_forward_of_its_own_and_knows_the_same_routes_pauses_heat_a
     assert dispatch.counters.remote == sum(fork.tally().remote) + sum(dispatch.tally().remote)
     assert sum(map(sum, dispatch.heat().values())) > 0
     assert dispatch.heat() == fork.heat()
-    fork.set_route(route_of(BOB))
+    follow(fork, route_of(BOB))
     fork(0, *random_rows(6))
     assert len(crew.calls) == 6
     dispatch(0, *random_rows(7))  # the silent one is in a pause for both
@@ -398,7 +404,7 @@ def test_rows_whose_worker_is_lost_are_named_when_nobody_else_has_their_experts(
     lacking, bringer = lacking
     crew = FakeCrew({ANN: answer_of(own, kind), BOB: answer_of(own, "honest")})
     dispatch = make_dispatch(lacking, crew)
-    dispatch.set_route(Route(True, "", {0: (None,) * 5 + (BOB, ANN, BOB)}))
+    follow(dispatch, {0: (None,) * 5 + (BOB, ANN, BOB)})
     chosen = torch.tensor([[0, 7], [6, 1], [5, 4], [2, 6], [7, 3]])
     rows, _, weights = random_rows(0, 5)
     dispatch.begin(5)
@@ -418,7 +424,7 @@ def test_a_sample_that_cannot_be_compared_yet_lets_the_experts_come_and_stops_no
     lacking, bringer = lacking
     crew = FakeCrew({ANN: answer_of(own, "honest")})
     dispatch = make_dispatch(lacking, crew, checks=True)
-    dispatch.set_route(Route(True, "", {0: (None,) * 6 + (ANN, ANN)}))
+    follow(dispatch, {0: (None,) * 6 + (ANN, ANN)})
     rows, _, weights = random_rows(0, 2)
     chosen = torch.tensor([[0, 7], [6, 1]])
     dispatch.begin(2)
@@ -433,7 +439,7 @@ def test_a_sample_that_cannot_be_compared_yet_lets_the_experts_come_and_stops_no
 def test_some_rows_of_a_call_are_compared_and_not_all_of_it(own, truth):
     crew = FakeCrew({ANN: answer_of(own, "honest")})
     dispatch = make_dispatch(own, crew, spot_checks=SpotChecks(0.1, random.Random(5)))
-    dispatch.set_route(route_of(ANN, None))
+    follow(dispatch, route_of(ANN, None))
     for seed in range(50):
         inputs = random_rows(seed, 16)
         dispatch.begin(16)
@@ -446,12 +452,12 @@ def test_some_rows_of_a_call_are_compared_and_not_all_of_it(own, truth):
 def test_one_bad_row_is_found_when_it_is_drawn_and_then_every_row_of_that_peer_is_compared(own, truth):
     crew = FakeCrew({ANN: lambda call: changed_body(own, call.request, lambda s: torch.cat((s[:1] + 1.0, s[1:])))})
     dispatch = make_dispatch(own, crew, spot_checks=SpotChecks(0.05, random.Random(6)))
-    dispatch.set_route(route_of(ANN))
+    follow(dispatch, route_of(ANN))
     wrong_tokens = []
     for seed in range(200):
         inputs = random_rows(seed, 4)
         dispatch.begin(4)
-        dispatch._common.paused.clear()
+        dispatch._common.availability._paused.clear()
         wrong_tokens.append(not torch.allclose(dispatch(0, *inputs), truth(0, *inputs), atol=1e-4))
     first = next(number for number, (_, error, wrong) in enumerate(crew.reports) if wrong)
     assert 0 < first < 100
@@ -461,7 +467,7 @@ def test_one_bad_row_is_found_when_it_is_drawn_and_then_every_row_of_that_peer_i
 
 
 def slightly_wrong(sums: torch.Tensor) -> torch.Tensor:
-    return sums + 0.9 * TOLERANCES[torch.float32] * sums.abs().amax(1, keepdim=True)
+    return sums + 0.9 * TOLERANCES[Encoding.FLOAT32] * sums.abs().amax(1, keepdim=True)
 
 
 def test_law_1_when_every_row_is_verified_not_even_a_lie_within_the_tolerance_changes_a_value(own, truth):
@@ -469,7 +475,7 @@ def test_law_1_when_every_row_is_verified_not_even_a_lie_within_the_tolerance_ch
     for number, lie in enumerate(lies):
         crew = FakeCrew({ANN: lambda call, lie=lie: changed_body(own, call.request, lie)})
         dispatch = make_dispatch(own, crew, checks=True, verifies_all=True)
-        dispatch.set_route(route_of(ANN, None))
+        follow(dispatch, route_of(ANN, None))
         inputs = random_rows(number, 8)
         dispatch.begin(8)
         torch.testing.assert_close(dispatch(0, *inputs), truth(0, *inputs), atol=1e-6, rtol=1e-6)
@@ -480,7 +486,7 @@ def test_when_every_row_is_verified_one_that_cannot_be_waits(own, lacking, truth
     lacking, bringer = lacking
     crew = FakeCrew({ANN: answer_of(own, "noisy")})
     dispatch = make_dispatch(lacking, crew, checks=True, verifies_all=True)
-    dispatch.set_route(Route(True, "", {0: (None,) * 6 + (ANN, ANN)}))
+    follow(dispatch, {0: (None,) * 6 + (ANN, ANN)})
     rows, _, weights = random_rows(0, 2)
     chosen = torch.tensor([[0, 7], [1, 2]])
     dispatch.begin(2)

@@ -11,7 +11,6 @@ import torch
 from fanout_fakes import FakeCrew
 
 from kvasir_node.base.generation import SamplingOptions
-from kvasir_node.decide.fanout import plan_route
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.engine import Engine
@@ -51,10 +50,7 @@ def test_law_2_a_calm_stream_is_as_quick_as_without_fan_out():
         patience_s=2.0,
         body_bytes_max=1 << 25,
     )
-    calm = plan_route(
-        layers=checkpoint.layers, experts_per_layer=count, held=held, proven=(), heat={}, spread=False, reason=""
-    )
-    fanout.set_route(calm)
+    fanout.set_routes({}, {}, 32)
     engines = [
         Engine(load_trunk(demo_folder(), torch.float32, "cpu", dispatch), 1, 512, 256)
         for dispatch in (LocalDispatch(shard), fanout)

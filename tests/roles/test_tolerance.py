@@ -14,9 +14,9 @@ from kvasir_node.model.jobs import Job
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.text import TextModel
 from kvasir_node.model.trunk import LocalDispatch, load_trunk
-from kvasir_node.roles.dispatch import TOLERANCES, agrees, pick_pairs
+from kvasir_node.roles.comparing import TOLERANCES, agrees, pick_pairs
 from kvasir_node.roles.library import demo_folder
-from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_answer
+from kvasir_node.wire.tensors import Encoding, ExpertRequest, answer_parts, read_answer
 
 PROMPT = "Once upon a time there was a little girl who lived in a house near the wood. One day she saw a red bird. " * 4
 
@@ -111,8 +111,8 @@ def test_law_8_no_honest_machine_is_near_the_tolerance(checkpoint, dtype):
             frame = memoryview(bytearray(b"".join(answer_parts(compute(request).to(dtype)))))
             count, size = request.rows.shape
             sums = read_answer(frame, rows=count, hidden_size=size, dtype=dtype).to(torch.float32)
-            assert agrees(sums, mine, dtype), name
+            assert agrees(sums, mine, Encoding.of(dtype)), name
             worst[name] = max(worst[name], difference(sums, mine))
     print(f"{dtype}, {rows} rows: " + ", ".join(f"{name} {value:.2e}" for name, value in worst.items()))
     assert rows > 1500
-    assert max(worst.values()) < TOLERANCES[dtype] / 2
+    assert max(worst.values()) < TOLERANCES[Encoding.of(dtype)] / 2

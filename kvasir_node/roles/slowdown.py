@@ -73,8 +73,9 @@ class Pace:
             began_at = max(self._free_at, mark.at - self._late_s)
             self._late_s -= max(0.0, mark.at - began_at)
             self._free_at = until = began_at + self._slowdown * used_s
-        if until - self._clock() >= GRAIN_S:
-            self._sleep(until - self._clock())
+        left_s = until - self._clock()
+        if left_s >= GRAIN_S:
+            self._sleep(left_s)
         with self._lock:
             self._late_s = min(LATE_MAX_S, self._late_s + max(0.0, self._clock() - until))
 

@@ -163,6 +163,8 @@ class Node:
             missing,
             name_of=self._peers.name_of,
             address_of=self._network_address,
+            invite=self._transport.invite,
+            rtt_of=self._round_trip,
             pace=self._pace,
             ledger_path=data_dir_of(self._settings) / LEDGER_FILE_NAME,
         )
@@ -305,6 +307,10 @@ class Node:
         """The host part of a peer's address, for caps per address."""
         address = next((c.address for c in self._transport.connections() if c.peer == peer), "")
         return "/".join(address.split("/")[:3])
+
+    def _round_trip(self, peer: PeerId) -> float | None:
+        """Seconds, of the newest keepalive."""
+        return next((c.rtt_s for c in self._transport.connections() if c.peer == peer), None)
 
     # What surfaces need -----------------------------------------------------------------------------------------
 

@@ -43,7 +43,9 @@ from kvasir_node.roles.residency import Residency
 from kvasir_node.roles.slowdown import Pace, StretchedDispatch, StretchedExperts
 from kvasir_node.roles.steering import Load, Shape, Steering
 from kvasir_node.roles.trials import TrialScope
+from kvasir_node.roles.wire_gate import WireChoice, measure_wire
 from kvasir_node.wire.messages import DemandRecord
+from kvasir_node.wire.tensors import Encoding
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +139,7 @@ class Coordinator:
         )
         self._moves = not fits
         self._trunk = self._load_trunk()
+        self._wire = WireChoice(Encoding.of(model.shard.dtype), settings.fanout.wire)
         limits = settings.coordinator
         self._engine = self._new_engine()
         self.desk = Desk(
@@ -222,6 +225,7 @@ class Coordinator:
         task_status: Any = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves until cancelled. `send_demand` takes a record to every hub and never raises KvasirError."""
+        await self._choose_wire()
         if self._ledger_file is not None:
             await trio.to_thread.run_sync(self._ledger_file.restore, self.crew.ledger, trio.current_time())
             for peer in self.crew.ledger.strikes():
@@ -242,6 +246,17 @@ class Coordinator:
             task_status.started()
 
     # Fan-out --------------------------------------------------------------------------------------------------
+
+    async def _choose_wire(self) -> None:
+        """Before anybody computes: a trunk has one forward at a time. A node that is stopped does not wait for it."""
+        compute = partial(OwnExperts.compute, self._own)  # an emulated device gains nothing by being slow here
+        self._wire = await trio.to_thread.run_sync(
+            partial(measure_wire, self._trunk, compute, self._settings.fanout.wire),
+            abandon_on_cancel=True,  # pyright: ignore[reportCallIssue]
+        )
+        self.dispatch.set_encoding(self._wire.encoding)
+        self.crew.trials.set_encoding(self._wire.encoding)
+        self.steering.set_row_bytes(self._wire.encoding.values_bytes(1, self.manifest.hidden_size))
 
     @property
     def _spread(self) -> bool:
@@ -409,6 +424,7 @@ class Coordinator:
             hedges=counters.hedges,
             spot_checks=counters.spot_checks,
             mismatches=counters.mismatches,
+            wire=self._wire.snapshot(),
             measured_gain=None if steering.measured_gain is None else round(steering.measured_gain, 3),
             shares={} if plan is None else {peer: round(share, 4) for peer, share in plan.shares.items()},
             layers_shared=0 if plan is None else plan.layers_shared,

@@ -148,6 +148,10 @@ class Steering:
         self._in_one_lane_at = -math.inf
         self._is_refreshing = False
 
+    def set_row_bytes(self, row_bytes: int) -> None:
+        """Rows travel otherwise than in the compute dtype; before anything is planned."""
+        self._shape = replace(self._shape, row_bytes=row_bytes)
+
     # What is told -----------------------------------------------------------------------------------------------
 
     def world_changed(self) -> None:

@@ -268,7 +268,7 @@ class ScriptedWorker:
     def __init__(self, loop: Coordinating, transport: MemoryTransport, compute: Compute | None = None) -> None:
         self.loop = loop
         self.transport = transport
-        self.compute = compute or (lambda request: answer_parts(loop.own.sums(request)))
+        self.compute = compute or (lambda request: answer_parts(loop.own.sums(request), request.encoding))
         self.silent = False
         self.held_back: trio.Event | None = None  # answers wait for it
         self.requests: list[ExpertRequest] = []

@@ -38,7 +38,8 @@ QUICK = {
     "market.tenure_min_s": 0.5,
     "market.surplus_grace_s": 0.3,
     "fanout.cool_off_s": 0.3,
-    "fanout.deadline_floor_s": 0.4,  # a busy test machine must not look like a silent worker
+    "fanout.hedge_floor_s": 0.4,  # a busy test machine must not look like a late worker ...
+    "fanout.deadline_floor_s": 0.4,  # ... nor like a silent one
 }
 
 

@@ -32,6 +32,7 @@ QUICK = {
     "market.slice_bytes": 1 << 20,  # several slices of each layer
     "node.device": "cpu",
     # Worker and coordinator share one loop here, on a machine that may be busy: nobody is late by chance.
+    "fanout.hedge_floor_s": 10.0,
     "fanout.deadline_floor_s": 10.0,
     "fanout.deadline_ceiling_s": 10.0,
 }

@@ -154,8 +154,8 @@ async def test_serving_goes_on_through_a_hub_that_is_killed_and_restarted_with_i
         hub = await start(nursery, config(tmp_path, "hub", "hub"))
         ticket, port = hub.node.ticket(), hub.node.ready_info()["listen"][0].split("/")[4]
         # A busy machine must not make the worker late: this is about the hub.
-        patient = config(tmp_path, "main", "coordinator", network__join=ticket, fanout__deadline_floor_s=2.0)
-        main = (await start(nursery, patient)).node
+        patient = {"fanout__when": "forced", "fanout__hedge_floor_s": 2.0, "fanout__deadline_floor_s": 2.0}
+        main = (await start(nursery, config(tmp_path, "main", "coordinator", network__join=ticket, **patient))).node
         worker_settings = config(tmp_path, "worker", "worker", network__join=ticket, worker__slices_max=6)
         worker = (await start(nursery, worker_settings)).node
         async with load(main):
@@ -179,7 +179,7 @@ async def test_serving_goes_on_through_a_hub_that_is_killed_and_restarted_with_i
 async def test_a_worker_killed_and_restarted_under_its_key_is_one_row_and_serves_again(tmp_path):
     # parallax issues/342: a ghost and a duplicate blocked the cluster
     async with nodes() as nursery:
-        main = (await start(nursery, config(tmp_path, "main", "coordinator,hub"))).node
+        main = (await start(nursery, config(tmp_path, "main", "coordinator,hub", fanout__when="forced"))).node
         settings = config(tmp_path, "worker", "worker", network__join=main.ticket())
         worker = await start(nursery, settings)
         async with load(main):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -16,7 +18,7 @@ from kvasir_node.model.text import TextModel
 from kvasir_node.model.trunk import LocalDispatch, load_trunk
 from kvasir_node.roles.comparing import TOLERANCES, agrees, pick_pairs
 from kvasir_node.roles.library import demo_folder
-from kvasir_node.wire.tensors import Encoding, ExpertRequest, answer_parts, read_answer
+from kvasir_node.wire.tensors import Encoding, ExpertRequest, answer_parts, read_answer, through_wire
 
 PROMPT = "Once upon a time there was a little girl who lived in a house near the wood. One day she saw a red bird. " * 4
 
@@ -90,8 +92,17 @@ def difference(sums: torch.Tensor, own: torch.Tensor) -> float:
     return float(((sums - own).abs().amax(1) / own.abs().amax(1).clamp_min(1e-6)).max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_law_8_no_honest_machine_is_near_the_tolerance(checkpoint, dtype):
+CASES = [
+    (torch.float32, Encoding.FLOAT32),
+    (torch.bfloat16, Encoding.BFLOAT16),
+    (torch.float32, Encoding.BFLOAT16),
+    (torch.float32, Encoding.INT8),
+    (torch.bfloat16, Encoding.INT8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "encoding"), CASES)
+def test_law_8_no_honest_machine_is_near_the_tolerance(checkpoint, dtype, encoding):
     own = by_shard(load_from_checkpoint(checkpoint, checkpoint.experts, dtype))
     others = {
         "kernel, stored bfloat16": by_shard(
@@ -103,16 +114,19 @@ def test_law_8_no_honest_machine_is_near_the_tolerance(checkpoint, dtype):
         "torch, rounded at each step": by_torch(checkpoint, dtype),
     }
     worst = dict.fromkeys(others, 0.0)
-    requests = requests_of(checkpoint, dtype)
+    requests = [replace(r, rows=through_wire(r.rows, encoding)) for r in requests_of(checkpoint, dtype)]
     rows = sum(request.rows.shape[0] for request in requests)
     for request in requests:
         mine = own(request).to(torch.float32)
         for name, compute in others.items():
-            frame = memoryview(bytearray(b"".join(answer_parts(compute(request).to(dtype)))))
+            frame = memoryview(bytearray(b"".join(answer_parts(compute(request), encoding))))
             count, size = request.rows.shape
-            sums = read_answer(frame, rows=count, hidden_size=size, dtype=dtype).to(torch.float32)
-            assert agrees(sums, mine, Encoding.of(dtype)), name
+            sums = read_answer(frame, rows=count, hidden_size=size, dtype=encoding).to(torch.float32)
+            assert agrees(sums, mine, encoding), name
             worst[name] = max(worst[name], difference(sums, mine))
-    print(f"{dtype}, {rows} rows: " + ", ".join(f"{name} {value:.2e}" for name, value in worst.items()))
+    print(
+        f"{dtype} as {encoding.name.lower()}, {rows} rows: "
+        + ", ".join(f"{name} {value:.2e}" for name, value in worst.items())
+    )
     assert rows > 1500
-    assert max(worst.values()) < TOLERANCES[Encoding.of(dtype)] / 2
+    assert max(worst.values()) < TOLERANCES[encoding] / 2

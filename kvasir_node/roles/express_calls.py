@@ -86,7 +86,6 @@ class ExpressCalls:
                 for _ in range(asked):  # they asked before we looked, and nothing was there
                     self._later(self._turns.popleft().set)
         except PeerError as error:
-            self._channel.close(str(error))
             logger.info("the express channel to coordinator %s is served no more: %s", self._channel.peer, error)
         finally:
             self._later(self._end)

@@ -224,7 +224,10 @@ def test_law_7_a_length_that_is_only_claimed_takes_no_memory_and_a_large_frame_g
     other.sendall(frame[:100])
     assert channel.receive(0.01) is None
     assert len(channel._buffer) == KEPT_BYTES
-    sender = threading.Thread(target=other.sendall, args=(frame[100:],))
+    other.sendall(frame[100 : KEPT_BYTES + 100])
+    assert channel.receive(0.05) is None
+    assert len(channel._buffer) <= 2 * KEPT_BYTES  # twice what came, not what is to come
+    sender = threading.Thread(target=other.sendall, args=(frame[KEPT_BYTES + 100 :],))
     sender.start()
     got = channel.receive(5)
     sender.join()

@@ -39,6 +39,9 @@ async def test_law_1_an_encoding_that_was_admitted_changes_no_token_here(tmp_pat
         assert swarm.main.snapshot().fanout.wire.encoding == "float32"
     async with open_swarm(tmp_path / "wire", fanout__wire="bfloat16", **AWAY) as swarm:
         text, seen = await answer(swarm, 24)
+        coordinator = swarm.main.coordinator
+        assert coordinator is not None
+        assert coordinator.steering._shape.row_bytes == 2 * coordinator.manifest.hidden_size
     assert text == expected
     all_right(seen)
     wire = seen.fanout.wire

@@ -17,7 +17,7 @@ from functools import partial
 import trio
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, PeerError, RejectReason
-from kvasir_node.base.ids import ExpertId, ModelId, PeerId
+from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import WorkerSnapshot
 from kvasir_node.decide import placement
@@ -31,6 +31,7 @@ from kvasir_node.roles.holdings import Holdings
 from kvasir_node.roles.link import Compute, Link, compute_here
 from kvasir_node.roles.loading import pick_device, thread_count
 from kvasir_node.wire.blobs import BlobRef
+from kvasir_node.wire.lists import SLICES_MAX
 from kvasir_node.wire.messages import (
     RENEWALS_MAX,
     MarketMethod,
@@ -118,6 +119,7 @@ class Worker:
         self._under_way = 0  # commands that are being carried out
         self._steps: dict[str, _Step] = {}
         self._fetched: dict[str, tuple[Manifest, Mapping[ExpertId, BlobRef]]] = {}  # and not loaded yet
+        self._on_disk: dict[tuple[ModelId, SliceId], None] = {}  # slices that were fetched since the start
         self._progress: dict[str, int] = {}
         self._links: dict[_LinkKey, Link] = {}
         self._linking: dict[_LinkKey, trio.Event] = {}
@@ -253,7 +255,12 @@ class Worker:
     # The market -----------------------------------------------------------------------------------------------
 
     async def _poll(self, hub: PeerId) -> _Events:
-        poll = Poll(self.room(), have=(), busy=placement.offered(self._mind.stages().values()))
+        poll = Poll(
+            self.room(),
+            have=tuple(self._on_disk),
+            busy=placement.offered(self._mind.stages().values()),
+            round_trips=self._round_trips(),
+        )
         answer = read_poll_answer(await self._ask_hub(hub, MarketMethod.POLL, poll.to_bytes()))
         if not isinstance(answer, Offer):
             return (placement.NothingOffered(answer.retry_after_s),)
@@ -262,6 +269,12 @@ class Worker:
             answer.lease, answer.model, answer.dtype, answer.slice, answer.coordinator, answer.addresses, hub
         )
         return (placement.OfferReceived(assignment, answer.ttl_s),)
+
+    def _round_trips(self) -> tuple[tuple[PeerId, float], ...]:
+        """Of everyone we are connected to, as we do not know who of them is a coordinator."""
+        delay_s = self._settings.compute.answer_delay_s
+        measured = ((each.peer, each.rtt_s) for each in self._transport.connections())
+        return tuple((peer, rtt_s + delay_s) for peer, rtt_s in measured if rtt_s is not None)
 
     def room(self) -> int:
         """Memory that is free when all that is being fetched has come; what a slice of an unknown model takes is
@@ -310,6 +323,15 @@ class Worker:
             progress=lambda *_: self._advance(assignment.lease),
             owner=assignment.lease,
         )
+        self._note_on_disk(assignment)
+
+    def _note_on_disk(self, assignment: Assignment) -> None:
+        """The store keeps what it has room for, so a note may be out of date; then the slice is fetched once more."""
+        pair = (assignment.model, assignment.slice)
+        self._on_disk.pop(pair, None)
+        self._on_disk[pair] = None  # newest last
+        if len(self._on_disk) > SLICES_MAX:
+            del self._on_disk[next(iter(self._on_disk))]
 
     async def _reach(self, assignment: Assignment) -> None:
         """Connected to the coordinator, and both sides have proved that they are of one swarm."""

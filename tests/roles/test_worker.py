@@ -10,7 +10,14 @@ from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unrea
 from kvasir_node.decide.placement import HubsKnown, Stage
 from kvasir_node.roles.faults import CorruptingStore, SilentCompute
 from kvasir_node.roles.worker import FINISH_CALLS_S, PROBLEM_SHOWN_S
-from kvasir_node.wire.messages import BLOCKS_PROTOCOL, EXPERTS_PROTOCOL, MARKET_PROTOCOL, ExpertsMethod
+from kvasir_node.wire.messages import (
+    BLOCKS_PROTOCOL,
+    EXPERTS_PROTOCOL,
+    MARKET_PROTOCOL,
+    ExpertsMethod,
+    MarketMethod,
+    Poll,
+)
 from kvasir_node.wire.tensors import request_parts
 
 SERVING = Stage.SERVING
@@ -52,6 +59,31 @@ async def test_law_3_a_worker_that_was_told_nothing_serves_on_trial_and_its_leas
         await world.until(lambda: ann.stages() == [], 120)
         await trio.sleep(2)
         await ann.assert_empty()
+
+
+async def test_a_poll_tells_what_is_on_the_disk_and_how_far_coordinators_are(autojump_clock, tmp_path):
+    async with open_world(tmp_path) as world:
+        carl = world.coordinator
+        carl.wants = with_slices(SLICES[:2])
+        world.nursery.start_soon(world.keep_reporting)
+        polls: list[Poll] = []
+        handle = world.hub.handle
+
+        async def noted(peer, method, body):
+            if method == MarketMethod.POLL:
+                polls.append(Poll.from_bytes(body))
+            return await handle(peer, method, body)
+
+        world.hub.handle = noted
+        ann = await world.add_worker(compute__answer_delay_s=0.25)
+        await serving(world, ann, 2)
+        carl.wants = {}
+        await world.until(lambda: ann.stages() == [], 120)
+        await trio.sleep(20)
+        assert polls[0].have == ()
+        assert polls[-1].have == tuple((carl.model, part) for part in SLICES[:2])
+        away_s = dict(polls[-1].round_trips)[carl.transport.peer_id]
+        assert away_s == pytest.approx(0.252)  # the link's two milliseconds, and what stands for a distance
 
 
 async def test_law_4_a_worker_without_demand_fetches_and_opens_nothing(autojump_clock, tmp_path):

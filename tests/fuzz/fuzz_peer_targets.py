@@ -5,6 +5,7 @@ Unlike the other targets these have state and wait, so each input runs under tri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from kvasir_node.base.errors import Unreachable
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net.dialler import parse_addresses, plan_dials
+from kvasir_node.net.express import DirectionKey, ExpressChannel, answer_body, result_of
+from kvasir_node.net.express_door import MAGIC, OPENING_BYTES, TOKEN_BYTES, Invitations, _Invitation, _keys
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.muxer import YamuxConnection
 from kvasir_node.net.muxer_frames import Flag, FrameType, pack
@@ -242,6 +245,51 @@ def _addresses(data: bytes) -> None:
     assert len(plan_dials(found)) <= len(found) <= len(texts)
 
 
+class ScriptedSocket:
+    """As a `Script`, for a thread: a socket that gives its bytes in pieces and then ends."""
+
+    def __init__(self, data: bytes, step: int = 11) -> None:
+        self._data, self._step = data, step
+        self._nothing = os.open(os.devnull, os.O_RDONLY)  # a descriptor that is always ready
+
+    def fileno(self) -> int:
+        return self._nothing
+
+    def recv_into(self, buffer: memoryview, *_: int) -> int:
+        chunk, self._data = self._data[: self._step], self._data[self._step :]
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
+
+    def close(self) -> None:
+        if self._nothing >= 0:
+            os.close(self._nothing)
+            self._nothing = -1
+
+    def ignored(self, *_: object) -> None: ...
+
+    setblocking = setsockopt = shutdown = ignored
+
+
+def _express_frames(data: bytes) -> None:
+    sock: Any = ScriptedSocket(data)
+    keys = DirectionKey(SECRET), DirectionKey(SECRET)
+    channel = ExpressChannel(sock, THEIRS, *keys, body_bytes_max=BODY_BYTES_MAX)
+    received_bytes = 0
+    with suppress(Unreachable):  # the end of the script
+        while (frame := channel.receive(PATIENCE_S)) is not None:
+            received_bytes += len(frame[1])
+            result_of(frame[1])
+    assert received_bytes <= len(data)
+    assert channel.is_closed
+
+
+def _express_opening(data: bytes) -> None:
+    invitations = Invitations()
+    invitations._valid.append(_Invitation(THEIRS, bytes(TOKEN_BYTES), SECRET, 1.0, lambda channel: None))
+    peer, *_ = invitations.redeem(data[:OPENING_BYTES].ljust(OPENING_BYTES), 0.0)
+    assert (peer, invitations._valid) == (THEIRS, [])
+
+
 PEER_TARGETS: dict[str, Callable[[bytes], None]] = {
     "hello heard": _run(_hello_heard),
     "hello answered": _run(_hello_answered),
@@ -250,6 +298,8 @@ PEER_TARGETS: dict[str, Callable[[bytes], None]] = {
     "websocket": _run(_websocket),
     "muxer": _run(_muxer),
     "call stream": _run(_call_stream),
+    "express frames": _express_frames,
+    "express opening": _express_opening,
     "addresses": _addresses,
 }
 
@@ -309,7 +359,14 @@ def peer_seeds() -> dict[str, list[bytes]]:
         f"/ip4/192.0.2.1/tcp/9481/p2p/{peer}\n/ip6/2001:db8::1/tcp/9481/p2p/{peer}",
         f"/dns4/example.org/tcp/443/ws/p2p/{peer}\n/ip4/192.0.2.1/tcp/1/p2p/{peer}/p2p-circuit/p2p/{peer}",
     ]
+    inviter = DirectionKey(SECRET)
+    frames_sealed = [
+        inviter.seal(number.to_bytes(8, "little") + b"".join(answer_body([b"sums"]))) for number in range(3)
+    ]
+    guest, _ = _keys(bytes(TOKEN_BYTES), SECRET)
     return {
+        "express frames": [b"".join(len(each).to_bytes(4, "little") + each for each in frames_sealed)],
+        "express opening": [MAGIC + bytes(TOKEN_BYTES) + guest.seal(b"")],
         "hello heard": [dialler],
         "hello answered": [listener],
         "protocol choice": [encode_line(GREETING) + encode_line(PROTOCOL)],

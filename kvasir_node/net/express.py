@@ -1,7 +1,8 @@
 """An express channel: a TCP connection of its own between two peers, written and read by the thread that computes.
 
 It does not know trio, streams, how two peers agree on it (express_door.py) or what its frames mean. A call over a
-stream wakes the loop twice at each end; here a thread makes one system call to send a frame and one to receive it.
+stream wakes the loop twice at each end; here a thread makes one system call to send a frame, and one to receive it, or
+two if it has to wait.
 
 Layout of a frame, little-endian: u32 length, then as many bytes sealed with AES-256-GCM: u64 call id, body. Each
 direction has a key of its own, and its n-th frame the nonce n, so nothing can be left out, repeated or put elsewhere.
@@ -32,6 +33,7 @@ KEPT_BYTES = 256 * 1024  # of the buffer that is received into; it grows for a l
 SEND_BUFFER_BYTES = 1024 * 1024  # asked of the kernel, so that a large frame is sent without waiting
 KEEPALIVE_S = 5  # a connection on which nothing was heard for so long is probed, each second ...
 KEEPALIVE_PROBES = 5  # ... this often
+PINGS = 5  # that tell how far a peer is
 UNACKNOWLEDGED_S = 10  # a peer that does not take what was sent for so long is gone
 LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
@@ -93,6 +95,7 @@ class ExpressChannel:
         self._clock = clock
         self._buffer = memoryview(bytearray(KEPT_BYTES))
         self._start = self._end = 0  # of what was received and not opened
+        self._is_drained = True  # the last receive left nothing behind, so the next one has to wait, as a rule
         self._using = threading.Lock()  # held by the thread that sends or receives
         self._ending = threading.Lock()  # held while the descriptor is shut down or closed
         self._poll = select.poll()
@@ -172,8 +175,8 @@ class ExpressChannel:
     def receive(self, timeout_s: float) -> tuple[int, memoryview] | None:
         """The call id and body of the next frame; None when none is complete within the time, and nothing is lost.
 
-        A frame that is there costs one system call, and none when it came with the last one. The body is writable and
-        the caller's own; it begins at a multiple of eight. `math.inf` waits for ever.
+        It costs two system calls, to wait and to receive, and none when the frame came with the last one. The body is
+        writable and the caller's own; it begins at a multiple of eight. `math.inf` waits for ever.
         Raises Unreachable at the end, and Misbehaved, closed, for anything the peer did not seal as the next frame.
         """
         self._using.acquire()
@@ -186,18 +189,17 @@ class ExpressChannel:
     def _receive(self, timeout_s: float) -> tuple[int, memoryview] | None:
         until = self._clock() + timeout_s
         while (frame := self._next_frame()) is None:
+            if timeout_s > 0 and self._is_drained:  # to ask first takes 1 µs, to find nothing 3
+                left_s = until - self._clock()
+                if left_s <= 0 or not self._ready(select.POLLIN, left_s):
+                    return None
             self._make_room()
-            if self._receive_some():
-                if timeout_s > 0 and self._clock() >= until:
-                    return self._next_frame()
-                continue
-            left_s = until - self._clock()
-            if left_s <= 0 or not self._ready(select.POLLIN, left_s):
+            if not self._receive_some() and timeout_s <= 0:
                 return None
         return frame
 
     def receive_now(self) -> tuple[int, memoryview] | None:
-        """As `receive`, without waiting: one system call that finds nothing, and no more."""
+        """As `receive`, without waiting, so one system call: for a frame that is probably there."""
         return self.receive(0.0)
 
     def _next_frame(self) -> tuple[int, memoryview] | None:
@@ -246,20 +248,40 @@ class ExpressChannel:
 
     def _receive_some(self) -> bool:
         """Whether anything was there."""
+        room = self._buffer[self._end :]
         try:
-            count = self._socket.recv_into(self._buffer[self._end :], 0, socket.MSG_DONTWAIT)
+            count = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
+            self._is_drained = True
             return False
         except OSError as error:
             raise self._broken(error) from error
         if not count:
             self.close("the peer closed the connection")
             self._check_open()
+        self._is_drained = count < len(room)
         self.bytes_in += count
         self._end += count
         return True
 
     # --- both ---
+
+    def round_trip_s(self, timeout_s: float) -> float:
+        """How long an empty call takes, the median of PINGS of them; before any other call is made.
+
+        Raises CallTimeout after timeout_s, closed, as an answer may be under way; Unreachable and Misbehaved as above.
+        """
+        took_s: list[float] = []
+        until = self._clock() + timeout_s
+        for number in range(PINGS):
+            began_at = self._clock()
+            self.send(number, (), timeout_s)
+            frame = self.receive(max(0.0, until - self._clock()))
+            if frame is None:
+                self.close(f"an empty call was not answered in {timeout_s:.3g} s")
+                raise CallTimeout(f"{self.peer} did not answer an empty call in {timeout_s:.3g} s")
+            took_s.append(self._clock() - began_at)
+        return sorted(took_s)[PINGS // 2]
 
     def _ready(self, events: int, timeout_s: float) -> int:
         """Which of the events, or the end, came within the time; 0 for none."""

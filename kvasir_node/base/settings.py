@@ -123,6 +123,12 @@ class MarketSettings:
 class WorkerSettings:
     memory_bytes: int = 2 * GIB  # experts held in memory
     slices_max: int = 64  # leases of one worker at once
+    threads: int = 0  # that compute one thing together for others; 0 = node.threads
+    niceness: int = 0  # 1 to 19: how far this whole process gives way to others of the machine
+    only_on_ac: bool = False  # true = a machine that runs on its battery lends nothing
+    only_when_idle: bool = False  # true = nor one whose processors others use to more than a quarter
+    quiet_hours: tuple[str, ...] = ()  # such as 22:00-07:00, local time: nothing is lent then
+    metered_interfaces: tuple[str, ...] = ()  # such as wwan0: while one of these networks is up nothing is lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,8 @@ _MAY_BE_ZERO = {
     "coordinator.context",
     "coordinator.memory_bytes",
     "node.threads",
+    "worker.threads",
+    "worker.niceness",
     "fanout.bytes_s",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",
@@ -209,6 +217,8 @@ _NUMBER_END = 1e15  # above it a float no longer tells whole numbers apart
 _AT_LEAST = {"compute.slowdown": 1, "fanout.max_slowdown": 1}
 _AT_MOST = {  # far above what any machine can use: a slip of the finger is told before it costs all memory
     "node.threads": 1024,
+    "worker.threads": 1024,
+    "worker.niceness": 19,
     "compute.slowdown": 1000,
     "compute.answer_delay_s": 10,
     "coordinator.slots": 4096,

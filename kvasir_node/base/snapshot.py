@@ -133,6 +133,7 @@ class WorkerSnapshot:
     rows: int = 0
     bytes_fetched: int = 0
     bytes_reused: int = 0
+    reason: str = ""  # why it drains or is paused: its owner's word, or a wish such as worker.only_on_ac
 
 
 @dataclass(frozen=True, slots=True)

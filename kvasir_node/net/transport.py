@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from kvasir_node.base.ids import PeerId
-from kvasir_node.net.express import ExpressChannel
+
+if TYPE_CHECKING:
+    from kvasir_node.net.express import ExpressChannel  # which loads libp2p; the commands that only ask must not
 
 
 class Stream(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 import kvasir_node
-from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, Misbehaved
+from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, Misbehaved, UsageError
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import Cid, ModelId, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
@@ -51,6 +51,7 @@ from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, use_threads
+from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
@@ -128,6 +129,7 @@ class Node:
         self.coordinator: Coordinator | None = None
         self.hub: Hub | None = None
         self.worker: Worker | None = None
+        self._keeper: Keeper | None = None
 
     @property
     def settings(self) -> Settings:
@@ -207,6 +209,7 @@ class Node:
             require_member=self._require_member,
             compute=compute if self._pace is None else stretched(compute, self._pace),
         )
+        self._keeper = Keeper(self._settings.worker, self.worker)
 
     def serve_blocks(self, store: BlockStore) -> None:
         server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
@@ -224,6 +227,8 @@ class Node:
             self._keep_running(nursery, "the hub", self.hub.run)
         if self.worker is not None:
             self._keep_running(nursery, "the worker", self.worker.run)
+        if self._keeper is not None:
+            self._keep_running(nursery, "the keeper of its owner's wishes", self._keeper.run)
         self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
         self._keep_running(nursery, "joining", self._joiner.run)
         self._keep_running(nursery, "the search for hubs", self._search.run)
@@ -351,6 +356,18 @@ class Node:
             if self.worker is not None:
                 nursery.start_soon(self.worker.drain)
 
+    def pause(self) -> None:
+        """The worker gives everything back, and takes nothing until `resume`. Raises UsageError without a worker."""
+        self._worker_keeper().pause()
+
+    def resume(self) -> None:
+        self._worker_keeper().resume()
+
+    def _worker_keeper(self) -> Keeper:
+        if self._keeper is None:
+            raise UsageError("this node is no worker, so there is nothing to pause or resume")
+        return self._keeper
+
     def snapshot(self) -> NodeSnapshot:
         coordinator = self.coordinator
         return NodeSnapshot(
@@ -454,6 +471,8 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
     use_threads(settings.node.threads)
     swarm = read_swarm_key(settings.network.join, data_dir)
     roles = settings.node.roles
+    if "worker" in roles:
+        lower_priority(settings.worker.niceness)
     store, catalog = await trio.to_thread.run_sync(open_library, settings)
     if {"coordinator", "worker"} & set(roles):
         await trio.to_thread.run_sync(prepare_kernels)

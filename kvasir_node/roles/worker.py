@@ -111,7 +111,7 @@ class Worker:
         )
         self._mind = Placement(limits, random.Random(seed))
         device = pick_device(settings.node.device)
-        threads = Threads(thread_count(settings.node.threads))
+        threads = Threads(thread_count(worker.threads or settings.node.threads))
         self._holdings = Holdings(worker.memory_bytes, device, fetcher.store, fetcher.run_blocking, threads)
         self._nursery: trio.Nursery | None = None
         self._woken = trio.Event()  # the mind has heard something, so its next moment may be another one
@@ -124,6 +124,8 @@ class Worker:
         self._links: dict[_LinkKey, Link] = {}
         self._linking: dict[_LinkKey, trio.Event] = {}
         self._problem: _Problem | None = None
+        self._pause_reason = ""
+        self._is_leaving = False
         self.calls = 0
         self.rows = 0
 
@@ -151,9 +153,20 @@ class Worker:
 
         Bounded by the timeouts of its calls, also when hub and coordinator are frozen. Cancel-safe.
         """
+        self._is_leaving = True
         self.tell(placement.Paused())
         while self._mind.stages() or self._under_way:
             await self._settled.park()
+
+    def pause(self, reason: str) -> None:
+        """Gives everything back in good order and takes nothing new; nothing in flight is dropped. Does not wait."""
+        self._pause_reason = reason
+        self.tell(placement.Paused())
+
+    def resume(self) -> None:
+        self._pause_reason = ""
+        if not self._is_leaving:
+            self.tell(placement.Resumed())
 
     def problems(self) -> tuple[str, ...]:
         """What lately kept this worker from work, in words."""
@@ -428,6 +441,7 @@ class Worker:
         loaded = [a for a, stage in stages.values() if stage in (Stage.TRIAL, Stage.SERVING)]
         return WorkerSnapshot(
             state=state,
+            reason=self._pause_reason,
             leases=tuple(sorted(stages)),
             slices=tuple(str(a.slice) for a in sorted(loaded, key=lambda a: a.slice)),
             calls=self.calls,

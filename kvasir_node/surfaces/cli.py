@@ -310,6 +310,26 @@ def demand(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = Fa
 
 
 @app.command()
+def pause(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
+    """This node's worker gives back what it holds, in good order, and takes nothing new until `resume`."""
+    _tell_worker(context, url, "pause", as_json)
+
+
+@app.command()
+def resume(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
+    """This node's worker may work again, as far as its settings allow."""
+    _tell_worker(context, url, "resume", as_json)
+
+
+def _tell_worker(context: typer.Context, url: str | None, verb: str, as_json: bool) -> None:
+    with _client(context, url) as client:
+        document = client.post(f"/kvasir/v1/{verb}")
+    worker = document["worker"]
+    why = f": {worker['reason']}" if worker["reason"] else ""
+    _print_json(document) if as_json else print(f"{worker['state']}{why}")
+
+
+@app.command()
 def ticket(context: typer.Context, as_json: JsonFlag = False) -> None:
     """The invite that another machine passes to `up --join`. It is a secret of the swarm."""
     found = _node_file(context)

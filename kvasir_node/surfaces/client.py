@@ -63,8 +63,15 @@ class NodeClient:
 
     def get(self, path: str) -> dict[str, Any]:
         """One JSON document; an error answer is raised as the KvasirError it tells of."""
+        return self._ask("GET", path)
+
+    def post(self, path: str) -> dict[str, Any]:
+        """The same of a request without a body."""
+        return self._ask("POST", path)
+
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
         try:
-            response = self._client.get(path)
+            response = self._client.request(method, path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         return self._document(response)

@@ -120,6 +120,17 @@ class FakeNode:
             raise self.failure
         return FAKE_CARD.id
 
+    def pause(self) -> None:
+        self._set_pause("paused", "paused by its owner")
+
+    def resume(self) -> None:
+        self._set_pause("idle", "")
+
+    def _set_pause(self, state: str, reason: str) -> None:
+        if self.status.worker is None:
+            raise UsageError("this node is no worker, so there is nothing to pause or resume")
+        self.status = replace(self.status, worker=replace(self.status.worker, state=state, reason=reason))
+
     async def drain(self) -> None:
         self._draining = True
         await self._idle.wait()

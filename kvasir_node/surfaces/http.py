@@ -70,6 +70,8 @@ def build_app(node: NodePort) -> ASGIApp:
             Route("/kvasir/v1/peers", api.peers),
             Route("/kvasir/v1/demand", api.demand),
             Route("/kvasir/v1/pull", api.pull, methods=["POST"]),
+            Route("/kvasir/v1/pause", api.pause, methods=["POST"]),
+            Route("/kvasir/v1/resume", api.resume, methods=["POST"]),
         ],
         exception_handlers={
             KvasirError: _on_kvasir_error,
@@ -111,6 +113,14 @@ class _Api:
 
     async def demand(self, request: Request) -> Response:
         return JSONResponse(views.demand_document(self.node.snapshot()))
+
+    async def pause(self, request: Request) -> Response:
+        self.node.pause()
+        return JSONResponse(self.node.snapshot().to_json())
+
+    async def resume(self, request: Request) -> Response:
+        self.node.resume()
+        return JSONResponse(self.node.snapshot().to_json())
 
     async def pull(self, request: Request) -> Response:
         body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))

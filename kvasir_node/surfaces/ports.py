@@ -71,6 +71,14 @@ class NodePort(Protocol):
         """
         ...
 
+    def pause(self) -> None:
+        """The worker gives back what it holds, in good order, and takes nothing new. Raises UsageError without one."""
+        ...
+
+    def resume(self) -> None:
+        """Ends `pause`; what the owner's settings forbid stays forbidden. Raises UsageError without a worker."""
+        ...
+
     async def drain(self) -> None:
         """Takes no new work and returns when nothing is in flight. The caller sets the deadline; safe to cancel."""
         ...

@@ -40,7 +40,8 @@ def _status_rows(status: Document) -> Iterator[tuple[str, str]]:
     worker = status.get("worker")
     if worker:
         slices = " ".join(worker["slices"]) or "none"
-        yield "worker", f"{worker['state']}  slices {slices}  rows {count_text(worker['rows'])}"
+        why = f" ({clean(worker['reason'])})" if worker.get("reason") else ""
+        yield "worker", f"{worker['state']}{why}  slices {slices}  rows {count_text(worker['rows'])}"
     net = status.get("net") or {}
     if net:
         traffic = f"in {size_text(net['bytes_in'])}  out {size_text(net['bytes_out'])}"

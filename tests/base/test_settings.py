@@ -244,6 +244,7 @@ def test_every_number_and_size_has_its_unit_in_its_name():
     units = ("_s", "_bytes", "_max", "_ratio", "_factor", "_after")
     counts = {"threads", "slots", "queue", "context", "prefill_chunk"}  # counts whose noun is the unit
     counts |= {"slowdown", "max_slowdown"}  # times
+    counts |= {"niceness"}  # a word of its own on every system
     for section in SECTIONS:
         for item in fields(getattr(Settings(), section)):
             if item.type in ("int", "float"):

@@ -58,6 +58,7 @@ USAGE_ERRORS = [
     (("up", "--frobnicate"), "--frobnicate"),
     (("up", "--slots"), "--slots"),
     (("up", "--slots", "many", "--dry-run"), "coordinator.slots"),
+    (("up", "--set", "worker.quiet_hours=late", "--dry-run"), "worker.quiet_hours"),
     (("up", "--role", "boss", "--dry-run"), "boss"),
     (("up", "--set", "coordinator.slots", "--dry-run"), "section.key=value"),
     (("up", "--set", "coordinator.slot=1", "--dry-run"), "coordinator.slot"),
@@ -118,6 +119,13 @@ def test_status_check_exits_4_with_warnings(run, data_dir):
 def test_peers_and_demand_as_text(run, data_dir):
     assert "cellar" in run("peers", "--data-dir", data_dir)[1]
     assert "3:8-15" in run("demand", "--data-dir", data_dir)[1]
+
+
+def test_pause_and_resume_tell_how_the_worker_is_then(run, data_dir):
+    assert run("pause", "--data-dir", data_dir) == (0, "paused: paused by its owner\n", "")
+    assert "paused (paused by its owner)" in run("status", "--data-dir", data_dir)[1]
+    code, out, _ = run("resume", "--json", "--data-dir", data_dir)
+    assert (code, json.loads(out)["worker"]["state"]) == (0, "idle")
 
 
 def test_run_streams_one_answer_to_stdout(run, data_dir):

@@ -221,6 +221,19 @@ async def test_status_peers_and_demand_are_parts_of_the_snapshot():
     assert (demand["schema"], demand["demand"]) == ("kvasir.demand/1", status["hub"]["demand"])
 
 
+async def test_a_worker_is_paused_and_resumed_and_the_status_says_why():
+    node = fake()
+    async with serve(node) as served:
+        assert (await served.client.get("/kvasir/v1/pause")).status_code == 405
+        paused = (await served.client.post("/kvasir/v1/pause")).json()
+        assert (paused["schema"], paused["worker"]["state"]) == (STATUS_SCHEMA, "paused")
+        assert paused["worker"]["reason"] == "paused by its owner"
+        assert (await served.client.post("/kvasir/v1/resume")).json()["worker"]["reason"] == ""
+        node.status = fake_snapshot(worker=None)
+        refused = await served.client.post("/kvasir/v1/pause")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_health_fails_only_when_a_coordinator_has_no_model(path):
     node = fake()

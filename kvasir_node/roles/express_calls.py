@@ -24,7 +24,7 @@ SEND_S = 5.0  # a coordinator that does not take an answer for so long loses the
 JOIN_S = 2.0  # a thread that still computes when the channel is closed is waited for this long
 
 Answer = Callable[[memoryview], tuple[int, Sequence[bytes | memoryview]]]
-"""The rows of a call and the parts of its result; runs in the thread."""
+"""The rows of a call, 0 for one that asks for none to be computed, and the parts of its result; runs in the thread."""
 
 
 class ExpressCalls:
@@ -106,5 +106,5 @@ class ExpressCalls:
             logger.exception("a call over the express channel to coordinator %s failed", self._channel.peer)
             result = BugError(f"the handler failed: {type(error).__name__}")
         self._channel.send(call_id, answer_body(result), SEND_S)
-        if not isinstance(result, KvasirError):
+        if rows:
             self._answered.append(rows)

@@ -23,14 +23,17 @@ from kvasir_node.net.express import ExpressChannel, result_of
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Stream
+from kvasir_node.roles import express_calls
+from kvasir_node.roles import link as links
 from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.express_calls import ExpressCalls
-from kvasir_node.roles.link import EXPRESS_RETRY_S, Compute, Link, compute_here
+from kvasir_node.roles.link import Compute, Link, compute_here
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, ExpertsMethod
 from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
 
 MODEL = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
 PART = SliceId(0, 0, 1)
+RETRY_S = 0.1
 LEASE = Assignment("lease", MODEL, "float32", PART, PeerId("carl"), (), PeerId("hub"))
 
 
@@ -143,6 +146,12 @@ def express_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("express ")]
 
 
+def assert_no_thread_is_left() -> None:
+    for thread in express_threads():
+        thread.join(5)  # its last act is to tell the loop, which may be quicker
+        assert not thread.is_alive()
+
+
 async def test_a_link_answers_over_its_channel_with_the_very_sums_and_its_loop_hears_the_rows(tmp_path):
     async with ends_with(tmp_path) as ends:
         await ends.attached()
@@ -154,7 +163,7 @@ async def test_a_link_answers_over_its_channel_with_the_very_sums_and_its_loop_h
         assert len(express_threads()) == 1
     assert ends.rows == [1, 3, 2]
     assert ends.coordinator.asked == ["ATTACH", "EXPRESS"]
-    assert not express_threads()
+    assert_no_thread_is_left()
 
 
 @pytest.mark.parametrize("why", ["not offered", "not wanted", "nonsense"])
@@ -221,6 +230,14 @@ async def test_a_drain_waits_for_what_is_computed_and_for_what_came_behind_it(tm
         assert [frame and frame[0] for frame in got] == [1, 2, 3]
 
 
+async def test_a_call_without_rows_is_answered_and_not_counted(tmp_path):
+    async with ends_with(tmp_path) as ends:
+        ends.link._answer_express = lambda body: (0, (b"here",))  # pyright: ignore[reportAttributeAccessIssue]
+        await ends.attached()
+        assert await ends.coordinator.ask() == b"here"
+    assert ends.rows == []
+
+
 async def test_answers_of_a_far_worker_are_held_back(tmp_path):
     async with ends_with(tmp_path, answer_delay_s=0.05) as ends:
         await ends.attached()
@@ -230,8 +247,8 @@ async def test_answers_of_a_far_worker_are_held_back(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["close", "garbage"])
-async def test_a_channel_that_ends_costs_nothing_else_and_is_asked_for_again(tmp_path, mock_clock, fault):
-    mock_clock.rate = 50
+async def test_a_channel_that_ends_costs_nothing_else_and_is_asked_for_again(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(links, "EXPRESS_RETRY_S", RETRY_S)
     async with ends_with(tmp_path) as ends:
         channel = await ends.attached()
         came = ends.coordinator.came
@@ -241,14 +258,14 @@ async def test_a_channel_that_ends_costs_nothing_else_and_is_asked_for_again(tmp
         else:
             channel.close()
         assert ends.coordinator.calls is not None
-        await ends.coordinator.calls.call(int(ExpertsMethod.COMPUTE), *request_parts(request_for(PART)), timeout_s=50)
-        with trio.fail_after(3 * EXPRESS_RETRY_S):
+        await ends.coordinator.calls.call(int(ExpertsMethod.COMPUTE), *request_parts(request_for(PART)), timeout_s=5)
+        with trio.fail_after(5):
             await came.wait()
-        assert trio.current_time() - ended_at >= EXPRESS_RETRY_S
+        assert trio.current_time() - ended_at >= RETRY_S
         await ends.coordinator.ask(*request_parts(request_for(PART)))
         channel.close()
     assert ends.rows == [2, 2]
-    assert not express_threads()
+    assert_no_thread_is_left()
 
 
 async def test_a_link_that_ends_ends_its_channel_and_its_thread(tmp_path):
@@ -260,11 +277,11 @@ async def test_a_link_that_ends_ends_its_channel_and_its_thread(tmp_path):
             await ends.ended.wait()
         with pytest.raises(Unreachable):
             await trio.to_thread.run_sync(channel.receive, 5.0)
-    assert not express_threads()
+    assert_no_thread_is_left()
 
 
-async def test_a_thread_that_still_computes_is_given_up_after_a_while(tmp_path, mock_clock):
-    mock_clock.rate = 20
+async def test_a_thread_that_still_computes_is_given_up_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(express_calls, "JOIN_S", 0.05)
     go_on = threading.Event()
 
     def compute(shard: ExpertShard, request: ExpertRequest) -> torch.Tensor:
@@ -274,11 +291,8 @@ async def test_a_thread_that_still_computes_is_given_up_after_a_while(tmp_path, 
     async with ends_with(tmp_path, compute=compute) as ends:
         channel = await ends.attached()
         channel.send(1, request_parts(request_for(PART)), 1.0)
-    threads = express_threads()
     go_on.set()
-    for thread in threads:
-        thread.join(5)
-    assert not express_threads()
+    assert_no_thread_is_left()
 
 
 async def test_a_drain_after_the_end_returns_at_once(tmp_path):

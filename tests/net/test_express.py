@@ -20,7 +20,6 @@ from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, Unreach
 from kvasir_node.base.ids import PeerId
 from kvasir_node.net.express import (
     KEPT_BYTES,
-    PINGS,
     SEND_BUFFER_BYTES,
     DirectionKey,
     ExpressChannel,
@@ -381,27 +380,3 @@ def test_an_answer_is_a_result_whose_arrays_are_aligned_or_an_error(pair):
     for nothing in (b"", b"\x00", b"\x00\x00\x00", b"\x63text"):
         with pytest.raises(Misbehaved):
             result_of(memoryview(nothing))
-
-
-def test_how_far_a_peer_is_is_told_by_empty_calls(pair):
-    guest, inviter = pair
-
-    def answer() -> None:
-        for _ in range(PINGS):
-            call_id, body = inviter.receive(5)
-            assert body == b""
-            inviter.send(call_id, answer_body(Overloaded("nothing asked")), 5)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert 0 < guest.round_trip_s(5) < 5
-    thread.join()
-    inviter.send(9, [b"after it"], 1)
-    assert guest.receive(5) == (9, b"after it")
-
-
-def test_a_peer_that_does_not_answer_empty_calls_loses_the_channel(pair):
-    guest, _ = pair
-    with pytest.raises(CallTimeout, match=r"empty call in 0\.02 s"):
-        guest.round_trip_s(0.02)
-    assert guest.is_closed

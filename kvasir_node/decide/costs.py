@@ -242,6 +242,7 @@ LINK_PRIOR: Numbers = (5e-3, 2e-8, 2e-8)  # 5 ms and 50 MB/s: between a LAN and 
 
 OWN_DOUBT = 0.3
 WORKER_DOUBT = 0.6  # a worker that was never timed: taken for our equal, with this much doubt
+SHORTER = 2.0  # times: a round trip so much shorter than thought is no accident
 WORKERS_MAX = 1024  # workers remembered; the one that was not heard of for longest makes room
 
 
@@ -275,8 +276,15 @@ class CostBook:
         self._call.observe((1.0,), took_s, now)
 
     def observe_round_trip(self, peer: PeerId, took_s: float, now: float) -> None:
-        """A message that carries nothing, and its answer."""
-        self._worker(peer, now).link.observe((1.0, 0.0, 0.0), took_s, now)
+        """A message that carries nothing, and its answer.
+
+        No way is longer than its shortest round trip: when one is far shorter than was thought, what was measured
+        before went another way, or waited, and is forgotten.
+        """
+        worker = self._worker(peer, now)
+        if took_s < worker.link.estimate(LINK_PRIOR, WORKER_DOUBT, now).theta[0] / SHORTER:
+            worker.link = AffineFit()
+        worker.link.observe((1.0, 0.0, 0.0), took_s, now)
 
     def observe_travel(self, peer: PeerId, sent_bytes: int, received_bytes: int, took_s: float, now: float) -> None:
         """A call's time on the way, whatever was computed: a link is the same for few rows and for thousands."""

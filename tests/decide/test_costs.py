@@ -201,6 +201,22 @@ def test_a_slow_worker_and_a_far_one_are_told_apart(tells):
     assert bob.expert_s < 1e-3
 
 
+def test_a_round_trip_far_shorter_than_thought_is_believed_at_once_and_a_longer_one_is_not():
+    book = measured_book()
+    for step in range(40):
+        call(book, ANN, 0.1 * step, rtt_s=0.012)
+    assert book.worker(ANN, 4.0).rtt_s == pytest.approx(0.012, rel=0.15)
+    book.observe_round_trip(ANN, 7e-4, 4.0)
+    assert book.worker(ANN, 4.0).rtt_s == pytest.approx(7e-4, rel=0.3)
+    for step in range(40):
+        call(book, ANN, 4.0 + 0.1 * step, rtt_s=7e-4)
+    before = book.worker(ANN, 8.0)
+    book.observe_round_trip(ANN, 0.03, 8.0)
+    after = book.worker(ANN, 8.0)
+    assert after.rtt_s == pytest.approx(before.rtt_s, rel=0.25)
+    assert after.rtt_s + 20_000 * (after.sent_byte_s + after.received_byte_s) == pytest.approx(7e-4 + 4e-4, rel=0.2)
+
+
 def test_what_a_worker_says_of_its_time_never_adds_to_what_we_measured():
     book = measured_book()
     for step in range(10):

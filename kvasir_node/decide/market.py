@@ -19,7 +19,6 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvasir_node.base.errors import RejectReason
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
@@ -37,36 +36,15 @@ from kvasir_node.decide.market_books import (
     TableEntry,
 )
 from kvasir_node.decide.market_hubs import OtherHubs
+from kvasir_node.decide.market_offers import Asker, Chooser, Issuer, Strikes
 from kvasir_node.decide.trial_caps import address_range
 
 __all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits", "TableEntry"]
 
-REST_POLLS_S = 50.0  # when nothing is open, all idle nodes together are asked to poll this often
+REST_POLLS_S = 20.0  # when nothing is open, all idle nodes together are asked to poll this often
 LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
 DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
 LATE_RATIO_MAX = 0.1  # of all copies wanted, so many at most are asked for a second time because a lease is late
-
-
-@dataclass(slots=True)
-class _Issuer:
-    demand: Demand
-    expires_at: float
-    wants: dict[SliceId, Wanted]
-
-
-@dataclass(slots=True)
-class _Strike:
-    count: int
-    until: float
-
-
-@dataclass(slots=True)
-class _Asker:
-    worker: PeerId
-    memory_bytes: int
-    busy: set[tuple[ModelId, SliceId]]
-    round_trips: dict[PeerId, float]
-    now: float
 
 
 class Market:
@@ -82,14 +60,14 @@ class Market:
         self._limits = limits
         self._name = name
         self._young_until = started_at + limits.lease_ttl_s
-        self._issuers: dict[PeerId, _Issuer] = {}
+        self._issuers: dict[PeerId, Issuer] = {}
         self._heard: dict[PeerId, tuple[int, int]] = {}  # newest (epoch, sequence); heard longest ago first
         self._books: dict[Key, Book] = {}
         self._open = OpenBooks()
         self._leases: dict[str, Lease] = {}
         self._of_worker: dict[PeerId, dict[str, Lease]] = {}
         self._of_origin: Counter[str] = Counter()  # unproven leases by range of addresses
-        self._strikes: dict[tuple[PeerId, ModelId], _Strike] = {}
+        self._strikes = Strikes(limits.progress_timeout_s, limits.pollers_max)
         self._pollers: dict[PeerId, float] = {}  # idle ones, who polled longest ago first
         self._retry_s = limits.poll_interval_s  # told last
         self._granted = 0
@@ -101,6 +79,9 @@ class Market:
         self._want_total = 0
         self._hubs = OtherHubs(name, limits.told_ttl_s, limits.hubs_max, limits.leases_max)
         self._news: dict[Key, int] = {}
+        self._chooser = Chooser(
+            self._issuers, self._books, self._open, self._hubs, self._strikes, 2 * limits.poll_interval_s
+        )
 
     @property
     def lease_count(self) -> int:
@@ -113,6 +94,11 @@ class Market:
     @property
     def open_copies(self) -> int:
         return self._open.copies
+
+    @property
+    def retry_s(self) -> float:
+        """What those who got nothing were last told to wait."""
+        return self._retry_s
 
     def idle_count(self, now: float) -> int:
         """Peers that polled lately and hold no lease."""
@@ -147,13 +133,20 @@ class Market:
             return None
         if entry is not None:
             self._forget_issuer(entry, now)
-        self._issuers[demand.issuer] = entry = _Issuer(demand, expires_at, {})
+        self._issuers[demand.issuer] = entry = Issuer(demand, expires_at)
         self._take_wants(entry, now)
         return None
 
-    def _take_wants(self, entry: _Issuer, now: float) -> None:
-        demand, before = entry.demand, entry.wants
-        entry.wants = {wanted.slice: wanted for wanted in demand.wants}
+    def _take_wants(self, entry: Issuer, now: float) -> None:
+        """Most of demand is as it was: of the same slices only what differs is looked at."""
+        demand, told = entry.demand, tuple(entry.wants.values())
+        if len(told) == len(demand.wants) and all(a.slice == b.slice for a, b in zip(told, demand.wants, strict=True)):
+            for known, wanted in zip(told, demand.wants, strict=True):
+                if wanted is not known and wanted != known:
+                    entry.wants[wanted.slice] = wanted
+                    self._set_wanted(self._book((demand.issuer, demand.model, wanted.slice)), wanted, now)
+            return
+        before = entry.replace_wants()
         for part, wanted in entry.wants.items():
             known = before.pop(part, None)
             if wanted is not known and wanted != known:
@@ -161,7 +154,7 @@ class Market:
         for part in before:
             self._set_wanted(self._book((demand.issuer, demand.model, part)), None, now)
 
-    def _forget_issuer(self, entry: _Issuer, now: float) -> None:
+    def _forget_issuer(self, entry: Issuer, now: float) -> None:
         del self._issuers[entry.demand.issuer]
         for part in entry.wants:
             self._set_wanted(self._book((entry.demand.issuer, entry.demand.model, part)), None, now)
@@ -181,7 +174,7 @@ class Market:
     def _book(self, key: Key) -> Book:
         book = self._books.get(key)
         if book is None:
-            book = self._books[key] = Book(key, self._hubs.is_ours(key))
+            book = self._books[key] = Book(key, self._hubs.first_for(key))
         return book
 
     def _refresh(self, book: Book, now: float) -> None:
@@ -213,7 +206,7 @@ class Market:
             self._proof_times.note(now - lease.granted_at)
             self._not_late(lease)
             lease.proven_at = now
-            self._strikes.pop((lease.worker, lease.key[1]), None)
+            self._strikes.forgive(lease.worker, lease.key[1])
             self._of_origin[lease.origin] -= 1
         else:
             lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
@@ -239,16 +232,15 @@ class Market:
     ) -> LeaseOffer | float:
         """A lease on the slice that needs this worker most, or after how many seconds to ask again.
 
-        `round_trips` (s) as the worker has measured them: one that is far from a coordinator first fills the layers
-        that it already has a part in; one that is near, or has not measured yet, spreads over them. While more nodes
-        are idle than copies open, nobody gets a second lease before the first is proven.
+        While more nodes are idle than copies open, nobody gets a second lease before the first is proven.
         """
         self.tick(now)
         self._note_idle(worker, now)
         origin = address_range(address) if address else ""
         if len(self._leases) < self._limits.leases_max and self._may_have_another(worker, origin, now):
-            asking = _Asker(worker, memory_bytes, set(busy), dict(round_trips), now)
-            book = self._beside(asking) or self._neediest(asking, have)
+            leases = self._of_worker.get(worker, {}).values()
+            asker = Asker(worker, memory_bytes, frozenset(busy), dict(round_trips), leases, now)
+            book = self._chooser.choose(asker, have)
             if book is not None:
                 return self._grant(worker, book, origin, now)
         self._retry_s = max(self._limits.poll_interval_s, self.idle_count(now) / REST_POLLS_S)
@@ -269,70 +261,6 @@ class Market:
         unproven = sum(lease.proven_at is None for lease in self._of_worker.get(worker, {}).values())
         idle = self.idle_count(now)
         return not unproven or not idle or unproven < self._open.copies / idle
-
-    def _suits(self, book: Book, asker: _Asker) -> bool:
-        if book.key[1:] in asker.busy or book.holds(asker.worker):
-            return False
-        strike = self._strikes.get((asker.worker, book.key[1]))
-        # Who came to nothing before gets what others have left.
-        return strike is None or asker.now - book.open_since >= 2 * self._limits.poll_interval_s
-
-    def _may_serve(self, issuer: PeerId, asker: _Asker) -> bool:
-        demand = self._issuers[issuer].demand
-        if issuer == asker.worker or demand.slice_bytes > asker.memory_bytes:
-            return False
-        return not self._must_wait(asker.worker, demand.model, asker.now)
-
-    def _beside(self, asker: _Asker) -> Book | None:
-        """For a worker that is far from a coordinator: the neediest slice in a layer that it already has a part in."""
-        best: Book | None = None
-        layers = {(*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(asker.worker, {}).values()}
-        for issuer, model, layer in sorted(layers):
-            entry = self._issuers.get(issuer)
-            if entry is None or entry.demand.model != model or not self._may_serve(issuer, asker):
-                continue
-            if asker.round_trips.get(issuer, 0.0) < entry.demand.near_rtt_s:
-                continue
-            for part in entry.wants:
-                book = self._books[issuer, model, part] if part.layer == layer else None
-                if book is None or book.rank is None or not self._suits(book, asker):
-                    continue
-                if best is None or best.rank is None or book.rank > best.rank:
-                    best = book
-        return best
-
-    def _neediest(self, asker: _Asker, have: Iterable[tuple[ModelId, SliceId]]) -> Book | None:
-        on_disk = [
-            book
-            for model, part in have
-            for issuer in self._issuers
-            if (book := self._books.get((issuer, model, part))) is not None and book.rank is not None
-        ]
-        held = Counter((*lease.key[:2], lease.key[2].layer) for lease in self._of_worker.get(asker.worker, {}).values())
-        for row in self._open.rows():
-            for book in on_disk:
-                issuer, _, part = book.key
-                is_here = row.get(issuer, {}).get(part) is book
-                if is_here and self._may_serve(issuer, asker) and self._suits(book, asker):
-                    return book
-            best: tuple[int, Book] | None = None
-            for issuer, books in row.items():
-                if not self._may_serve(issuer, asker):
-                    continue
-                for book in books.values():
-                    beside = held[issuer, book.key[1], book.key[2].layer]
-                    if (best is None or beside < best[0]) and self._suits(book, asker):
-                        best = beside, book
-                        if not beside:
-                            self._open.turn(book)
-                            return book
-            if best is not None:
-                return best[1]
-        return None
-
-    def _must_wait(self, worker: PeerId, model: ModelId, now: float) -> bool:
-        strike = self._strikes.get((worker, model))
-        return strike is not None and now < strike.until
 
     def _grant(self, worker: PeerId, book: Book, origin: str, now: float) -> LeaseOffer:
         self._granted += 1
@@ -403,7 +331,11 @@ class Market:
 
     def _adopt(self, worker: PeerId, lease_id: str, key: Key, now: float) -> Lease | None:
         """Takes over a lease that another hub, or this one before a restart, had granted."""
-        if len(self._leases) >= self._limits.leases_max or key[0] == worker or self._must_wait(worker, key[1], now):
+        if (
+            len(self._leases) >= self._limits.leases_max
+            or key[0] == worker
+            or self._strikes.must_wait(worker, key[1], now)
+        ):
             return None
         book = self._book(key)
         known = worker in book.proven or (book.wanted is not None and book.open > 0)
@@ -501,7 +433,7 @@ class Market:
     def _look_at(self, lease: Lease, now: float) -> None:
         came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
         if came_to_nothing and self._books[lease.key].want > 0:  # else its coordinator has gone, or is served
-            self._strike(lease, now)
+            self._strikes.add(lease.worker, lease.key[1], now)
         if came_to_nothing or lease.expires_at <= now:
             self._end(lease, now)
             return
@@ -519,15 +451,6 @@ class Market:
         patience = self._limits.progress_timeout_s
         nothing_yet = lease.expires_at <= now and lease.progress == 0
         return nothing_yet or now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
-
-    def _strike(self, lease: Lease, now: float) -> None:
-        """A lease that came to nothing: this worker waits, longer each time, before the next on the same model."""
-        pair = (lease.worker, lease.key[1])
-        strike = self._strikes.setdefault(pair, _Strike(0, 0.0))
-        strike.count += 1
-        strike.until = now + self._limits.progress_timeout_s * 2.0 ** min(strike.count - 1, 10)
-        if len(self._strikes) > self._limits.pollers_max:
-            del self._strikes[next(iter(self._strikes))]
 
     # Other hubs -----------------------------------------------------------------------------------------------
 
@@ -567,7 +490,7 @@ class Market:
     def _share_out(self, now: float) -> None:
         """Hubs came or went: some slices are now others' to fill first."""
         for key, book in list(self._books.items()):
-            book.is_ours = self._hubs.is_ours(key)
+            book.first = self._hubs.first_for(key)
             self._refresh(book, now)
 
     def _before_us(self, book: Book) -> int:

@@ -107,7 +107,7 @@ class Lease:
 @dataclass(slots=True)
 class Book:
     key: Key
-    is_ours: bool  # of several hubs this one fills it first
+    first: PeerId | None  # the hub that fills it before all others; None = this one
     wanted: Wanted | None = None
     proven: frozenset[PeerId] = frozenset()
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
@@ -144,7 +144,7 @@ class OpenBooks:
     def put(self, book: Book, copies_before: int) -> None:
         """Files the book anew after its `open` changed from `copies_before`."""
         self.copies += max(0, book.open) - max(0, copies_before)
-        rank = (book.is_ours, book.open / book.want, book.open) if book.open > 0 else None
+        rank = (book.first is None, book.open / book.want, book.open) if book.open > 0 else None
         if rank == book.rank:
             return
         issuer, _, part = book.key

@@ -18,6 +18,7 @@ from kvasir_node.decide.market_books import Key
 class _Hub:
     name: str
     heard_at: float
+    granted_at: float = float("-inf")  # when it last told of more leases on a slice than before
     told: dict[Key, int] = field(default_factory=dict[Key, int])
 
 
@@ -51,6 +52,7 @@ class OtherHubs:
         for key in [key for key, count in changed.items() if count and key not in hub.told][max(0, room) :]:
             del changed[key]
         for key, count in changed.items():
+            hub.granted_at = now if count > hub.told.get(key, 0) else hub.granted_at
             self.note(peer, key, count)
         return changed
 
@@ -74,9 +76,18 @@ class OtherHubs:
         """Whether a lease has the name of one that this hub grants."""
         return lease_id.startswith(f"{self._hubs[peer].name}.")
 
-    def is_ours(self, key: Key) -> bool:
-        own = _weight(self._own_name, key)
-        return all(_weight(hub.name, key) < own for hub in self._hubs.values())
+    def granted_at(self, peer: PeerId) -> float:
+        """When that hub was last heard to have granted anything."""
+        return self._hubs[peer].granted_at
+
+    def first_for(self, key: Key) -> PeerId | None:
+        """The hub that a slice belongs to first; None = us."""
+        first, most = None, _weight(self._own_name, key)
+        for peer, hub in self._hubs.items():
+            weight = _weight(hub.name, key)
+            if weight > most:
+                first, most = peer, weight
+        return first
 
     def comes_before_us(self, peer: PeerId, key: Key) -> bool:
         """Of two hubs that have granted too many, whether the other keeps its leases."""

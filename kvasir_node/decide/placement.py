@@ -9,6 +9,7 @@ lie or how a coordinator is reached: `handle` takes an event and returns command
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -145,12 +146,12 @@ class Placement:
 
     def next_at(self) -> float | None:
         """When `Tick` must come at the latest; None = only an event can change anything."""
-        active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
-        moments = [held.renew_at if _serves_on(held) else min(held.renew_at, held.expires_at) for held in active]
-        moments += [held.attach_at for held in active if held.attach_at is not None]
-        if self._may_poll():
-            moments.append(max(self._poll_at, self._no_poll_before))
-        return min(moments, default=None)
+        at = max(self._poll_at, self._no_poll_before) if self._may_poll() else math.inf
+        for held in self._held.values():
+            if held.stage is not Stage.DRAINING:
+                at = min(at, held.renew_at, math.inf if _serves_on(held) else held.expires_at)
+                at = at if held.attach_at is None else min(at, held.attach_at)
+        return None if at == math.inf else at
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Takes one event; returns what must be done about it, in order."""
@@ -385,6 +386,13 @@ class Placement:
     # Time -----------------------------------------------------------------------------------------------------
 
     def _on_tick(self, now: float) -> list[Command]:
+        commands = self._look_after_leases(now) if self._held else []
+        if self._may_poll() and now >= max(self._poll_at, self._no_poll_before):
+            self._asked = self._hubs[0]
+            commands.append(PollHub(self._asked))
+        return commands
+
+    def _look_after_leases(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for lease, held in self._held.items():
             if held.stage is not Stage.DRAINING and now >= held.expires_at and not _serves_on(held):
@@ -392,9 +400,6 @@ class Placement:
         active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
         commands += self._renew(active, now)
         commands += [self._attach(held) for held in active if held.attach_at is not None and now >= held.attach_at]
-        if self._may_poll() and now >= max(self._poll_at, self._no_poll_before):
-            self._asked = self._hubs[0]
-            commands.append(PollHub(self._asked))
         return commands
 
     def _renew(self, active: list[_Held], now: float) -> Iterator[Command]:

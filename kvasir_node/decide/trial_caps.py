@@ -16,6 +16,7 @@ from __future__ import annotations
 import ipaddress
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 IPV4_PREFIX = 24
 IPV6_PREFIX = 64
@@ -27,6 +28,7 @@ LOCAL = tuple(
 )
 
 
+@lru_cache(maxsize=65_536)  # reading an address takes longer than all else that a poll is asked
 def address_range(address: str) -> str:
     """The range of a multiaddr such as "/ip4/198.51.100.7/tcp/9481"; what names no IP address is a range of its own."""
     protocol, _, rest = address.lstrip("/").partition("/")

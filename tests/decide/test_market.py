@@ -148,8 +148,8 @@ def test_who_gets_nothing_is_told_when_to_ask_again_and_a_crowd_asks_more_rarely
         world.poll(PeerId(f"idle {number}"))
     assert world.poll(WILL) == 500 / REST_POLLS_S
     assert world.market.idle_count(world.now) == 500
-    assert world.market.idle_count(world.now + 19.9) == 500
-    assert world.market.idle_count(world.now + 20.0) == 0
+    assert world.market.idle_count(world.now + 2 * 500 / REST_POLLS_S - 0.1) == 500
+    assert world.market.idle_count(world.now + 2 * 500 / REST_POLLS_S) == 0
 
 
 def test_while_more_nodes_are_idle_than_copies_open_nobody_gets_a_second_lease_before_the_first_is_proven():

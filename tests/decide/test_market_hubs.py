@@ -7,6 +7,7 @@ import pytest
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
+from kvasir_node.decide.market_offers import OTHERS_FIRST_S
 
 CARL, MODEL = PeerId("carl"), ModelId(cid_of(b"model", DAG_CBOR_CODEC))
 PARTS = tuple(SliceId(0, n, n) for n in range(40))
@@ -24,10 +25,10 @@ class Swarm:
         self.sequence = 0
         self.share(all_of_it=True)
 
-    def report(self, *wants: Wanted, to: list[Market] | None = None) -> None:
+    def report(self, *wants: Wanted) -> None:
         self.sequence += 1
         demand = Demand(CARL, 1, self.sequence, self.now, 1e6, MODEL, "float32", 1, (), wants)
-        for hub in self.hubs if to is None else to:
+        for hub in self.hubs:
             assert hub.report(demand, self.now, self.now) is None
 
     def share(self, *, all_of_it: bool = False) -> None:
@@ -78,9 +79,25 @@ def test_hubs_fill_different_slices_first_so_that_askers_of_the_same_second_do_n
     assert max(swarm.copies().values()) == 1
 
 
+def test_what_another_hub_fills_first_is_left_to_it_as_long_as_it_grants_anything():
+    swarm = Swarm(2)
+    swarm.report(*all_wanted())
+    granted = 0
+    while swarm.poll(PeerId(f"worker {granted}"), 0) is not None:
+        granted += 1
+    assert 10 < granted < 30  # about half of 40
+    for second in range(1, 8):
+        swarm.now = float(second)
+        if second < 4:
+            assert swarm.poll(PeerId(f"worker of the other {second}"), 1) is not None
+        swarm.share()
+        assert (swarm.poll(PeerId(f"worker {second}"), 0) is None) is (second < 6)
+
+
 def test_a_hub_that_nobody_asks_leaves_nothing_open():
     swarm = Swarm(2)
     swarm.report(*all_wanted())
+    swarm.now += OTHERS_FIRST_S
     for number in range(len(PARTS)):
         assert swarm.poll(PeerId(f"worker {number}"), 0) is not None
     swarm.share()
@@ -92,6 +109,7 @@ def test_a_hub_that_nobody_asks_leaves_nothing_open():
 def test_what_was_granted_twice_while_hubs_were_apart_is_granted_once_again_within_a_grace(hubs):
     swarm = Swarm(hubs)
     swarm.report(*all_wanted())
+    swarm.now += OTHERS_FIRST_S
     for number in range(hubs * len(PARTS)):  # apart: each grants all
         assert swarm.poll(PeerId(f"worker {number}"), number % hubs) is not None
     assert set(swarm.copies().values()) == {hubs}
@@ -104,7 +122,8 @@ def test_of_proven_copies_hubs_let_the_same_ones_go_whoever_granted_them():
     swarm = Swarm(3)
     swarm.report(*all_wanted(3))
     for number in range(3 * len(PARTS)):
-        assert swarm.poll(PeerId(f"worker {number}"), number % 3) is not None
+        asked = (swarm.poll(PeerId(f"worker {number}"), (number + turn) % 3) for turn in range(3))
+        assert next(filter(None, asked), None) is not None
         swarm.share()
     assert set(swarm.copies().values()) == {3}
     order = random.Random(1)
@@ -124,6 +143,7 @@ def test_of_proven_copies_hubs_let_the_same_ones_go_whoever_granted_them():
 def test_when_a_hub_dies_another_takes_its_leases_over_also_those_that_are_not_proven():
     swarm = Swarm(2)
     swarm.report(*all_wanted())
+    swarm.now += OTHERS_FIRST_S
     for number in range(len(PARTS)):
         assert swarm.poll(PeerId(f"worker {number}"), 1) is not None
     swarm.share()
@@ -141,6 +161,7 @@ def test_when_a_hub_dies_another_takes_its_leases_over_also_those_that_are_not_p
 def test_a_worker_cannot_make_up_leases_of_another_hub():
     swarm = Swarm(2)
     swarm.report(Wanted(PARTS[0], 1, ()))
+    swarm.now += OTHERS_FIRST_S
     assert swarm.poll(PeerId("will"), 1) is not None
     swarm.share()
     reports = [LeaseReport(f"hub1.{n}", (CARL, MODEL, PARTS[0]), 1) for n in range(9)]
@@ -154,14 +175,15 @@ def test_a_worker_cannot_make_up_leases_of_another_hub():
 def test_a_hub_that_is_silent_no_longer_counts_and_its_slices_are_filled_by_others():
     swarm = Swarm(2)
     swarm.report(*all_wanted())
+    swarm.now += OTHERS_FIRST_S
     for number in range(20):
         assert swarm.poll(PeerId(f"worker {number}"), 1) is not None
     swarm.share()
     (hub, _) = swarm.hubs
     assert hub.open_copies == 20
-    hub.tick(LIMITS.told_ttl_s - 0.1)
+    hub.tick(swarm.now + LIMITS.told_ttl_s - 0.1)
     assert hub.open_copies == 20
-    hub.tick(LIMITS.told_ttl_s)
+    hub.tick(swarm.now + LIMITS.told_ttl_s)
     assert hub.open_copies == 40
 
 

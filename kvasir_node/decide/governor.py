@@ -35,14 +35,17 @@ class GovernorLimits:
     settle_s: float = 0.2  # after a change nothing is judged: steps under way are the old ones
     judge_s: float = 0.5  # computed time over which fan-out is held against alone
     worth: float = 1.0  # what is in force must promise at least this, as a multiple of alone
-    loss: float = 0.97  # measured, as a multiple of alone: less is a loss
+    loss: float = 0.97  # measured, as a multiple of alone: less is a loss, when it is found twice in a row ...
+    sure_loss: float = 0.85  # ... or less than this once: a single slow step among a few is no loss yet
     late_share: float = 0.1  # of tokens that may take longer than the budget, with some room for the clock's sake
     backoff_s: float = 4.0  # after a first loss; doubles with each one ...
     backoff_max_s: float = 300.0  # ... up to this
     sound_s: float = 20.0  # on for so long without a loss: the losses before are forgotten
 
 
-FORCED = GovernorLimits(on_gain=0.0, off_gain=0.0, change_gain=1.05, dwell_s=0.0, worth=0.0, loss=0.0, late_share=1.0)
+FORCED = GovernorLimits(
+    on_gain=0.0, off_gain=0.0, change_gain=1.05, dwell_s=0.0, worth=0.0, loss=0.0, sure_loss=0.0, late_share=1.0
+)
 """What can be shared is, at any loss: for tests of the way to the workers and back."""
 
 
@@ -102,6 +105,7 @@ class Governor:
     _bias: float = 1.0
     _judged: _Judged = field(default_factory=_Judged)
     _late_share: float = 0.0  # of steps since the last change
+    _is_doubted: bool = False  # the last judgement was a loss, but not a sure one
     _losses: int = 0  # in a row
     _lost_at: float = -math.inf
     _blocked_until: float = -math.inf  # by a loss
@@ -160,6 +164,9 @@ class Governor:
             return False
         self.measured_gain = judged.tokens / judged.alone_tokens
         self._judged = _Judged()
+        was_doubted, self._is_doubted = self._is_doubted, limits.sure_loss <= self.measured_gain < limits.loss
+        if self._is_doubted and not was_doubted:
+            return False
         if self.measured_gain >= limits.loss:
             if now - max(self._changed_at, self._lost_at) >= limits.sound_s:
                 self._losses = 0
@@ -219,7 +226,7 @@ class Governor:
         self._plan, self._home = plan, None
         if changed:
             self._changed_at = now
-            self._judged, self._late_share = _Judged(), 0.0
+            self._judged, self._late_share, self._is_doubted = _Judged(), 0.0, False
         return Decision(True, plan, plan.gain, self._on_words(situation, plan, plan.gain), changed)
 
     def _on_words(self, situation: Situation, plan: Plan, gain: float) -> str:
@@ -235,5 +242,5 @@ class Governor:
             self._changed_at = now
             paid = not situation.wanted or situation.lost  # who left says nothing of those who stay or come
             self._rests_until = -math.inf if paid else now + self.limits.dwell_s
-            self._judged, self._late_share = _Judged(), 0.0
+            self._judged, self._late_share, self._is_doubted = _Judged(), 0.0, False
         return Decision(False, situation.offered, situation.offered.gain, words, changed)

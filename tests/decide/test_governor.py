@@ -168,6 +168,17 @@ def test_a_single_slow_step_is_not_yet_a_loss():
     assert governor.consider(wanted(offer(1.5), 1.5), 1.3).on
 
 
+def test_a_small_loss_must_be_found_twice_in_a_row():
+    governor, now = Governor(), 0.5
+    governor.consider(wanted(offer(1.5)), 0.0)
+    said = []
+    for tokens_per_s in (90.0, 140.0, 90.0, 140.0, 90.0, 90.0):
+        measured(governor, tokens_per_s, now, now + 0.6)
+        now += 0.6
+        said.append(governor.consider(wanted(offer(1.5), 1.5), now).on)
+    assert said == [True] * 5 + [False]
+
+
 def test_a_step_that_was_under_way_at_the_change_is_not_judged():
     governor = Governor()
     governor.consider(wanted(offer(1.5)), 0.0)

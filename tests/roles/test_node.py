@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -136,12 +137,12 @@ async def test_clock_skew_of_a_hub_is_told_in_words_by_coordinator_and_worker(tm
         main = (await start(nursery, config(tmp_path, "main", "coordinator", network__join=hub.ticket()))).node
         worker = (await start(nursery, config(tmp_path, "worker", "worker", network__join=hub.ticket()))).node
         async with load(main):
-            seen = await until(main, lambda s: any("clock skew" in w for w in s.warnings), "the coordinator's words")
-            assert "hub hub did not take our demand" in seen.warnings[0]
-            assert "900 s ahead of" in seen.warnings[0]
+            refused = "hub hub did not take our demand"
+            seen = await until(main, lambda s: any(refused in w for w in s.warnings), "the coordinator's words")
+            assert any("clock skew" in w and "900 s ahead of" in w for w in seen.warnings if refused in w)
             seen = await until(worker, lambda s: any("clock skew" in w for w in s.warnings), "the worker's words")
             assert "the demand table of hub hub" in seen.warnings[0]
-            assert "900 s behind" in seen.warnings[0]
+            assert re.search("clock is 90. s behind", seen.warnings[0])  # gossip may take a second or two
             hub.hub._wall = time.time
             await until(main, lambda s: s.warnings == (), "no warning any more")
 

@@ -7,7 +7,7 @@ import trio
 from role_fakes import EXPERT_BYTES, SLICES, hub_on, open_world, request_for, with_slices
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unreachable
-from kvasir_node.decide.placement import HubsKnown, Stage
+from kvasir_node.decide.placement import DemandSeen, HubsKnown, Stage
 from kvasir_node.roles.faults import CorruptingStore, SilentCompute
 from kvasir_node.roles.worker import FINISH_CALLS_S, PROBLEM_SHOWN_S
 from kvasir_node.wire.messages import (
@@ -84,6 +84,21 @@ async def test_a_poll_tells_what_is_on_the_disk_and_how_far_coordinators_are(aut
         assert polls[-1].have == tuple((carl.model, part) for part in SLICES[:2])
         away_s = dict(polls[-1].round_trips)[carl.transport.peer_id]
         assert away_s == pytest.approx(0.252)  # the link's two milliseconds, and what stands for a distance
+
+
+@pytest.mark.parametrize("heard", [None, 0, 7])
+async def test_a_node_that_missed_the_gossip_polls_and_is_right(autojump_clock, tmp_path, heard):
+    async with open_world(tmp_path) as world:
+        world.nursery.start_soon(world.keep_reporting)
+        ann = await world.add_worker()
+        if heard is not None:  # ... and then no table any more, though demand comes or goes
+            ann.worker.tell(DemandSeen(heard, 1))
+        await trio.sleep(20)
+        assert ann.stages() == []
+        world.coordinator.wants = with_slices(SLICES[:1])
+        began_at = trio.current_time()
+        await serving(world, ann, 1)
+        assert trio.current_time() - began_at < 5 * 2.0 * 1.25 + 3
 
 
 async def test_law_4_a_worker_without_demand_fetches_and_opens_nothing(autojump_clock, tmp_path):

@@ -32,8 +32,8 @@ from kvasir_node.roles.measured import StepMeasured
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how often it is asked whether what is in force should be, while anything is going on
-PLANNING_RATIO = 0.02  # of the time is spent planning at most: it takes the interpreter from whoever computes
-ALONE_TICK_S = 2.0  # between two plans while there is nobody to send to, or nothing that may leave
+PLANNING_RATIO = 0.02  # of the time is spent planning: it takes the interpreter from whoever computes ...
+TICK_MAX_S = 2.0  # ... but plans are made this often however long they take, and while there is nobody to send to
 REFRESH_S = 10.0  # after so long in several lanes one step is made in one: forwards beside each other take longer than
 # alone, so nothing is learned of our own costs from them, and what is known is half faded after 30 s
 RunBlocking = Callable[..., Awaitable[Any]]
@@ -85,6 +85,7 @@ class _Offer:
     kept: Prediction | None
     prompt_kept_of: Plan | None
     prompt_kept: Prediction | None
+    took_s: float  # to work it out, processor time
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Steering:
         set_routes: Callable[[Routes, Routes], None],
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
     ) -> None:
         forced = settings.when == "forced"
         slowdown = math.inf if forced else settings.max_slowdown
@@ -133,6 +135,7 @@ class Steering:
         self._set_routes = set_routes
         self._run_blocking = run_blocking
         self._clock = clock
+        self._used = used
         self._offer: _Offer | None = None
         self._decision: Decision | None = None
         self._prompt: Plan | None = None  # in force; None while off
@@ -260,11 +263,13 @@ class Steering:
             self._wake.set()
             return
         self._offer = offer
-        pause_s = max(TICK_S, (self._clock() - began_at) / PLANNING_RATIO) if known and load.wanted else ALONE_TICK_S
+        is_urgent = bool(known) and load.wanted
+        pause_s = min(TICK_MAX_S, max(TICK_S, offer.took_s / PLANNING_RATIO)) if is_urgent else TICK_MAX_S
         self._plan_at = min(self._plan_at, began_at + pause_s)
 
     def _work_out(self, question: _Question) -> _Offer:
         """Blocks. Only the costing's books change, which nobody else touches."""
+        began_s = self._used()
         scene = replace(question.scene, heat=self._heat())
         decode, prompt = self._costing.costs({peer for peer, _ in scene.proven})
         in_force, prompt_in_force = question.in_force, question.prompt_in_force
@@ -277,6 +282,7 @@ class Steering:
             None if in_force is None else predict(scene, decode, question.rows, in_force.lanes, in_force.routes),
             prompt_in_force,
             None if prompt_in_force is None else predict(scene, prompt, prompt_rows, 1, prompt_in_force.routes),
+            self._used() - began_s,
         )
 
     # Deciding ---------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class Steering:
         return self._clock() >= self._plan_at and (self._load().wanted or self._lacks_experts)
 
     async def _plan(self) -> None:
-        """Leaves an offer, unless somebody in it lost its proof meanwhile: then it is planned again at once."""
+        """Leaves an offer. One with somebody who lost its proof meanwhile is not considered, and another one is due."""
         load, began_at = self._load(), self._clock()
         self._costing.round_trips_measured(self._round_trips())
         shape, known = self._shape, self._known
@@ -257,12 +257,7 @@ class Steering:
         rows = max(1, min(load.rows, shape.decode_rows_max))
         question = _Question(scene, rows, self._losses, self._governor.plan, self._prompt)
         self._plan_at = math.inf  # unless somebody wants another one meanwhile
-        offer: _Offer = await self._run_blocking(self._work_out, question)
-        if offer.losses != self._losses:
-            logger.debug("a plan is dropped: a worker in it lost its proof while it was made")
-            self._wake.set()
-            return
-        self._offer = offer
+        self._offer = offer = await self._run_blocking(self._work_out, question)
         is_urgent = bool(known) and load.wanted
         pause_s = min(TICK_MAX_S, max(TICK_S, offer.took_s / PLANNING_RATIO)) if is_urgent else TICK_MAX_S
         self._plan_at = min(self._plan_at, began_at + pause_s)

@@ -108,6 +108,7 @@ class MarketSettings:
     demand_ttl_s: float = 30 * SECONDS  # a report of demand counts this long
     gossip_interval_min_s: float = 1 * SECONDS  # between two tables of one hub while demand changes
     gossip_refresh_s: float = 10 * SECONDS  # ... and while it does not
+    gossip_bytes_s: int = 60  # of the tables of all hubs, by each node that hears them, over ten minutes
     poll_interval_s: float = 2 * SECONDS  # an idle worker, ± half
     lease_ttl_s: float = 15 * SECONDS  # a lease that is not renewed ends after this
     renew_interval_s: float = 3 * SECONDS  # a worker renews its lease this often

@@ -1,7 +1,7 @@
 """The hub: answers what coordinators want and what workers ask, and gossips the demand table.
 
-It starts nothing anywhere: every message it sends is an answer or gossip. All judgement is `decide/market`; it does not
-know models, experts or blocks.
+It starts nothing anywhere: every message it sends is an answer, gossip, or what hubs tell each other (roles/hub_news).
+All judgement is `decide/market`; it does not know models, experts or blocks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from kvasir_node.base.errors import Misbehaved, RejectReason
+from kvasir_node.base.errors import Misbehaved, RejectReason, Unreachable
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import MarketSettings
 from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
+from kvasir_node.decide.gossip_pace import GossipPace
 from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
 from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND, skew_words
+from kvasir_node.roles.hub_news import HEARTBEAT_S, AskHub, HubNewsTeller, counts_of, lease_counts
 from kvasir_node.wire.envelope import SignFunction, open_record, seal, with_membership
 from kvasir_node.wire.lists import SLICES_MAX, TABLE_MODELS_MAX, LeaseCount, TableRow
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
     DemandRecord,
     DemandTable,
+    HubGreeting,
+    HubNews,
     LeaseVerdict,
     MarketMethod,
     NoOffer,
@@ -40,6 +44,13 @@ logger = logging.getLogger(__name__)
 DEMAND_KIND = "demand"
 IN_FLIGHT_MAX = 16  # calls of one peer
 MODELS_MAX = 4096  # whose names are remembered
+TABLE_OVERHEAD_BYTES = 430  # gossipsub's envelope 190, our signature and proof of membership 200, transport 40
+MESH_COPIES = 3.0  # of a table that a node sees: half of a mesh's degree of 6, as each link carries it once
+REST_FACTOR = 5.0  # PlacementLimits.idle_poll_factor: how much rarer nodes poll while nothing is wanted
+
+
+async def _ask_nobody(hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
+    raise Unreachable(f"hub {hub} cannot be asked: this one knows no other")
 
 
 class Hub:
@@ -57,6 +68,8 @@ class Hub:
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
         address_of: Callable[[PeerId], str] = lambda _: "",
+        other_hubs: Callable[[], Sequence[PeerId]] = lambda: (),
+        ask_hub: AskHub = _ask_nobody,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -74,6 +87,7 @@ class Hub:
         self._changed = trio.Event()
         self._met: dict[PeerId, int] = {}  # other hubs, and the epoch of each; heard last, last
         self._must_greet = False  # one of them has not heard us yet
+        self._told_at: dict[PeerId, float] = {}  # when hubs last told us of their leases themselves
         self._names: dict[str, str] = {}  # of models that were lately wanted
         self._market = Market(
             MarketLimits(
@@ -88,6 +102,13 @@ class Hub:
             ),
             name=_lease_prefix(peer_id, self._epoch),
             started_at=trio.current_time(),
+        )
+        self._teller = HubNewsTeller(
+            self._epoch,
+            news=self._market.news,
+            all_news=self._market.all_news,
+            hubs=other_hubs,
+            ask_hub=ask_hub,
         )
 
     async def serve(self, stream: Stream) -> None:
@@ -114,39 +135,67 @@ class Hub:
                 for given_back in Renewals.from_bytes(body).leases:
                     self._market.release(peer, given_back.lease, trio.current_time())
                 answer = b""
+            case MarketMethod.TELL:
+                answer = self._on_tell(peer, HubNews.from_bytes(body))
             case _:
                 raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a hub has no method {method}")
         self._changed.set()
         return (answer,)
 
     async def run(self) -> None:
-        """Gossips the table until cancelled: when it changed (at most once per interval), else as a refresh."""
+        """Gossips the table, and tells other hubs, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._teller.run)
+            await self._gossip_on()
+
+    async def _gossip_on(self) -> None:
+        """At once what idle nodes act on, the rest as the budget allows (decide/gossip_pace)."""
+        settings = self._settings
         told: tuple[tuple[TableRow, ...], tuple[LeaseCount, ...]] | None = None
-        told_at = float("-inf")
+        pace = GossipPace(settings.gossip_interval_min_s, settings.gossip_refresh_s, settings.gossip_bytes_s)
         while True:
             with trio.move_on_after(1.0):
                 await self._changed.wait()
             self._changed = trio.Event()
             now = trio.current_time()
             self._market.tick(now)
-            news = self._rows(), self._leases()
-            if news != told or self._must_greet or now - told_at >= self._settings.gossip_refresh_s:
-                told, told_at, self._must_greet = news, now, False
-                await self._publish(*news)
-            await trio.sleep(self._settings.gossip_interval_min_s)
+            pace.bytes_s = settings.gossip_bytes_s / (1 + len(self._met))
+            content, open_copies = (self._rows(), self._leases()), self._market.open_copies
+            changed = content != told or self._must_greet
+            if pace.is_due(now, open_copies=open_copies, polls_anyway=self._polls_anyway(now), changed=changed):
+                told, self._must_greet = content, False
+                sent_bytes = MESH_COPIES * (TABLE_OVERHEAD_BYTES + await self._publish(*content))
+                pace.told(now, sent_bytes, open_copies)
+            await trio.sleep(settings.gossip_interval_min_s)
+
+    def _polls_anyway(self, now: float) -> float:
+        """Polls that come here in an interval without a word."""
+        interval_s = self._settings.poll_interval_s
+        return self._market.idle_count(now) * interval_s / max(self._market.retry_s, REST_FACTOR * interval_s)
 
     def hear(self, peer: PeerId, table: DemandTable) -> None:
-        """Another hub's table: its leases count here too. One that we have not heard since it began is told ours at
-        once, as it knows nothing yet."""
+        """Another hub's table: its leases count here too, unless it tells us of them itself. One that we have not
+        heard since it began is told ours at once, as it knows nothing yet."""
         if self._met.pop(peer, None) != table.epoch:
             self._must_greet = True
             self._changed.set()
         self._met[peer] = table.epoch
         if len(self._met) > HUBS_MAX:
             del self._met[next(iter(self._met))]
-        counts = {(coordinator, model, part): count for coordinator, model, part, count in table.leases}
-        name = _lease_prefix(peer, table.epoch)
-        self._market.hear(peer, name, counts, trio.current_time(), is_all=True)
+        now = trio.current_time()
+        if now - self._told_at.get(peer, float("-inf")) > 2 * HEARTBEAT_S:
+            prefix = _lease_prefix(peer, table.epoch)
+            self._market.hear(peer, prefix, counts_of(table.leases), now, is_all=True)
+
+    def _on_tell(self, peer: PeerId, news: HubNews) -> bytes:
+        now = trio.current_time()
+        self._told_at.pop(peer, None)
+        self._told_at[peer] = now
+        if len(self._told_at) > HUBS_MAX:
+            del self._told_at[next(iter(self._told_at))]
+        prefix = _lease_prefix(peer, news.epoch)
+        self._market.hear(peer, prefix, counts_of(news.leases), now, is_all=news.is_all)
+        return HubGreeting(self._epoch).to_bytes()
 
     def _on_report(self, peer: PeerId, body: bytes | memoryview) -> None:
         record = open_record(DEMAND_KIND, body, body_bytes_max=MESSAGE_BYTES_MAX)
@@ -229,9 +278,10 @@ class Hub:
         return tuple(rows)
 
     def _leases(self) -> tuple[LeaseCount, ...]:
-        return tuple(sorted((*key, count) for key, count in self._market.all_news().items()))
+        return lease_counts(self._market.all_news())
 
-    async def _publish(self, rows: tuple[TableRow, ...], leases: tuple[LeaseCount, ...]) -> None:
+    async def _publish(self, rows: tuple[TableRow, ...], leases: tuple[LeaseCount, ...]) -> int:
+        """Returns how many bytes the table takes."""
         self._sequence += 1
         table = DemandTable(
             epoch=self._epoch,
@@ -245,8 +295,10 @@ class Hub:
             leases=leases,
         )
         self._table_changed(table)
-        sealed = seal(TABLE_KIND, table.to_bytes(), self._peer_id, self._sign)
+        body = table.to_bytes()
+        sealed = seal(TABLE_KIND, body, self._peer_id, self._sign)
         await self._gossip.publish(self._topic, with_membership(self._secret, sealed))
+        return len(body)
 
     def snapshot(self) -> HubSnapshot:
         return HubSnapshot(

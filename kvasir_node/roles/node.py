@@ -152,6 +152,8 @@ class Node:
             addresses=self._transport.addresses,
             table_changed=self._on_own_table,
             address_of=self._network_address,
+            other_hubs=lambda: [hub for hub in self._peers.hubs() if hub != self._transport.peer_id],
+            ask_hub=self._ask_hub,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 

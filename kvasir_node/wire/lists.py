@@ -25,7 +25,9 @@ PROVEN_MAX = 256  # peers listed for one slice ...
 COPIES_MAX = 65_536  # ... and for all slices together
 PEERS_MAX = 4096  # named in one message
 TABLE_MODELS_MAX = 64  # of one demand table
-LEASE_GROUPS_MAX = 64  # coordinators and their models of which one table tells leases
+LEASE_GROUPS_MAX = 64  # coordinators and their models of which one table tells leases ...
+NEWS_GROUPS_MAX = 1024  # ... and of which one hub tells another
+NEWS_SLICES_MAX = 65_536
 MEMORY_MAX = 1 << 50  # bytes
 
 LeaseCount = tuple[PeerId, ModelId, SliceId, int]
@@ -162,24 +164,24 @@ def read_rows(fields: Fields, name: str) -> tuple[tuple[TableRow, ...], dict[Mod
     return tuple(rows), slice_bytes
 
 
-def spell_leases(leases: Iterable[LeaseCount]) -> list[list[Any]]:
+def spell_leases(leases: Iterable[LeaseCount], groups_max: int, slices_max: int) -> list[list[Any]]:
     """For each coordinator and model: both, the slices, and how many leases each has."""
-    by_owner = groupby(sorted(leases)[:SLICES_MAX], key=lambda lease: lease[:2])
+    by_owner = groupby(sorted(leases)[:slices_max], key=lambda lease: lease[:2])
     spelled: list[list[Any]] = []
-    for (peer, model), group in islice(by_owner, LEASE_GROUPS_MAX):
+    for (peer, model), group in islice(by_owner, groups_max):
         found = list(group)
         slices = spell_slices([part for _, _, part, _ in found])
         spelled.append([str(peer), str(model), slices, spell_numbers(count for *_, count in found)])
     return spelled
 
 
-def read_leases(fields: Fields, name: str) -> tuple[LeaseCount, ...]:
+def read_leases(fields: Fields, name: str, groups_max: int, slices_max: int) -> tuple[LeaseCount, ...]:
     """Ascending by coordinator, model and slice."""
     what = "a coordinator, its model, slices, and a column of leases"
     found: list[LeaseCount] = []
-    for item in fields.items(name, LEASE_GROUPS_MAX, lambda item: read_row(item, 4, what)):
+    for item in fields.items(name, groups_max, lambda item: read_row(item, 4, what)):
         peer, model = read_peer(item[0]), read_model(item[1])
-        slices = read_slices(read_bytes(item[2]), SLICES_MAX - len(found))
+        slices = read_slices(read_bytes(item[2]), slices_max - len(found))
         if not slices or (found and (peer, model) <= found[-1][:2]):
             raise Misbehaved(RejectReason.BAD_MESSAGE, "coordinators with leases are listed in ascending order")
         counts = read_numbers(read_bytes(item[3]), len(slices), COUNT_MAX)

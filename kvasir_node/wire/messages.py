@@ -6,6 +6,7 @@
 | | POLL | Poll | Offer, or NoOffer |
 | | RENEW | Renewals: those of one worker at one hub | Verdicts, in their order |
 | | RELEASE | Renewals | empty |
+| | TELL | HubNews (a hub) | HubGreeting |
 | /kvasir/experts/1.0.0 | ATTACH | Attachment (worker) | empty |
 | | DETACH | Attachment (worker) | empty, after which no new call comes |
 | | COMPUTE | see wire/tensors.py (coordinator) | |
@@ -31,7 +32,10 @@ from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.wire.codec import Fields, decode, encode
 from kvasir_node.wire.lists import (
+    LEASE_GROUPS_MAX,
     MEMORY_MAX,
+    NEWS_GROUPS_MAX,
+    NEWS_SLICES_MAX,
     SLICES_MAX,
     LeaseCount,
     TableRow,
@@ -83,6 +87,7 @@ class MarketMethod(IntEnum):
     POLL = 2
     RENEW = 3
     RELEASE = 4
+    TELL = 5
 
 
 class ExpertsMethod(IntEnum):
@@ -315,6 +320,45 @@ class Verdicts:
 
 
 @dataclass(frozen=True, slots=True)
+class HubNews:
+    """One hub tells another on which slices its number of leases that are not proven has changed, or, with `is_all`,
+    all of them."""
+
+    epoch: int  # its start, as in its tables
+    is_all: bool
+    leases: tuple[LeaseCount, ...]
+
+    def to_bytes(self) -> bytes:
+        leases = spell_leases(self.leases, NEWS_GROUPS_MAX, NEWS_SLICES_MAX)
+        return encode({"epoch": self.epoch, "all": self.is_all, "leases": leases})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> HubNews:
+        fields = _read(data, "news")
+        epoch, is_all = fields.integer("epoch", 0, _SEQUENCE_MAX), fields.boolean("all")
+        news = cls(epoch, is_all, read_leases(fields, "leases", NEWS_GROUPS_MAX, NEWS_SLICES_MAX))
+        fields.end()
+        return news
+
+
+@dataclass(frozen=True, slots=True)
+class HubGreeting:
+    """The answer to HubNews: when the answering hub began, so that one which has restarted is told all again."""
+
+    epoch: int
+
+    def to_bytes(self) -> bytes:
+        return encode({"epoch": self.epoch})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> HubGreeting:
+        fields = _read(data, "greeting")
+        greeting = cls(fields.integer("epoch", 0, _SEQUENCE_MAX))
+        fields.end()
+        return greeting
+
+
+@dataclass(frozen=True, slots=True)
 class Attachment:
     """A worker says which slices of a model it has loaded, and in which dtype (ATTACH), or will leave (DETACH)."""
 
@@ -388,7 +432,7 @@ class DemandTable:
                 "addrs": cut_addresses(self.addresses),
                 "idle": self.idle,
                 "models": spell_rows(rows, self.slice_bytes),
-                "leases": spell_leases(self.leases),
+                "leases": spell_leases(self.leases, LEASE_GROUPS_MAX, SLICES_MAX),
             }
         )
 
@@ -402,7 +446,7 @@ class DemandTable:
         addresses = fields.items("addrs", ADDRESSES_MAX, read_address)
         idle = fields.integer("idle", 0, COUNT_MAX)
         rows, slice_bytes = read_rows(fields, "models")
-        leases = read_leases(fields, "leases")
+        leases = read_leases(fields, "leases", LEASE_GROUPS_MAX, SLICES_MAX)
         fields.end()
         return cls(epoch, sequence, issued_at, ttl_s, addresses, rows, slice_bytes, idle, leases)
 

@@ -24,7 +24,13 @@ CALLS = ("call", "submit", "notify", "one_call")
 
 def test_the_methods_of_the_swarm_are_a_closed_list():
     """A new method belongs here first, with the side that may call it."""
-    assert {method.name for method in MarketMethod} == {"REPORT", "POLL", "RENEW", "RELEASE"}  # asked of a hub
+    assert {method.name for method in MarketMethod} == {
+        "REPORT",  # coordinator to hub
+        "POLL",  # worker to hub
+        "RENEW",  # worker to hub
+        "RELEASE",  # worker to hub
+        "TELL",  # hub to hub
+    }
     assert {method.name for method in BlocksMethod} == {"WANT"}  # asked of whoever has blocks
     assert {method.name for method in ExpertsMethod} == {
         "ATTACH",  # worker to coordinator
@@ -74,6 +80,19 @@ def name_of(call: ast.Call) -> str:
 
 def test_a_hub_only_answers():
     assert not {name_of(call) for call in calls_in("hub.py")} & {*CALLS, "open_stream", "connect"}
+
+
+def test_what_a_hub_says_unasked_is_news_to_other_hubs_alone():
+    calls = calls_in("hub_news.py")
+    assert not {name_of(call) for call in calls} & {*CALLS, "open_stream", "connect"}
+    methods = [
+        argument.attr
+        for call in calls
+        if name_of(call) == "_ask_hub"
+        for argument in call.args
+        if isinstance(argument, ast.Attribute) and getattr(argument.value, "id", "") == "MarketMethod"
+    ]
+    assert methods == ["TELL"]
 
 
 def test_a_coordinator_opens_nothing_and_asks_a_worker_for_sums_alone():

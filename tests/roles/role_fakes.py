@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,16 @@ class FakeCoordinator:
         await hub.handle(self.transport.peer_id, MarketMethod.REPORT, self.record())
 
 
-def hub_on(transport: MemoryTransport, tables: list[Any] | None = None, **settings: object) -> Hub:
+def hub_on(
+    transport: MemoryTransport,
+    tables: list[Any] | None = None,
+    *,
+    other_hubs: Callable[[], Sequence[PeerId]] = lambda: (),
+    **settings: object,
+) -> Hub:
+    async def ask_hub(hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
+        return await one_call(transport, hub, MARKET_PROTOCOL, int(method), body, timeout_s=4)
+
     hub = Hub(
         settings_with(**settings).market,
         transport.peer_id,
@@ -204,6 +213,8 @@ def hub_on(transport: MemoryTransport, tables: list[Any] | None = None, **settin
         SECRET,
         addresses=transport.addresses,
         table_changed=lambda table: tables.append(table) if tables is not None else None,
+        other_hubs=other_hubs,
+        ask_hub=ask_hub,
         wall=wall,
     )
     transport.set_handler(MARKET_PROTOCOL, hub.serve)

@@ -18,7 +18,7 @@ from kvasir_node.net.memory_gossip import MemoryGossip
 from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.net.rpc import CallStream, one_call
 from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND
-from kvasir_node.roles.hub import DEMAND_KIND, MODELS_MAX
+from kvasir_node.roles.hub import DEMAND_KIND, MESH_COPIES, MODELS_MAX, TABLE_OVERHEAD_BYTES
 from kvasir_node.wire.envelope import seal, with_membership
 from kvasir_node.wire.messages import (
     MARKET_PROTOCOL,
@@ -283,7 +283,7 @@ async def test_a_method_that_a_hub_does_not_have_costs_the_call_and_not_the_stre
         stream = await ann.open_stream(world.hub_transport.peer_id, MARKET_PROTOCOL)
         calls = CallStream(stream, handler=None, in_flight_max=4, body_bytes_max=1 << 20)
         world.nursery.start_soon(calls.run)
-        for method in (0, 5, 77, 255):
+        for method in (0, 6, 77, 255):
             with pytest.raises(Misbehaved, match="no method"):
                 await calls.call(method, b"", timeout_s=5)
         body = await calls.call(MarketMethod.POLL, Poll(1, (), ()).to_bytes(), timeout_s=5)
@@ -325,7 +325,7 @@ async def test_law_7_names_of_models_are_remembered_up_to_a_bound(autojump_clock
 async def test_tables_are_gossiped_when_demand_changes_at_most_once_a_second_and_refreshed(autojump_clock, tmp_path):
     tables: list[DemandTable] = []
     async with open_world(tmp_path) as world:
-        hub = hub_on(world.hub_transport, tables)
+        hub = hub_on(world.hub_transport, tables, market__gossip_bytes_s=100_000)
         reader = tables_of()
         ann = world.network.transport("ann")
         await ann.connect(world.hub_transport.addresses())
@@ -343,6 +343,27 @@ async def test_tables_are_gossiped_when_demand_changes_at_most_once_a_second_and
         await trio.sleep(2)
         assert reader.open_copies() == 99 + len(SLICES) - 1
         assert heard.statistics().current_buffer_used == len(tables)
+
+
+async def test_law_7_tables_have_a_budget_and_what_idle_nodes_act_on_goes_out_at_once(autojump_clock, tmp_path):
+    tables: list[DemandTable] = []
+    async with open_world(tmp_path) as world:
+        hub = hub_on(world.hub_transport, tables)
+        world.nursery.start_soon(hub.run)
+        for number in range(1800):  # every 2 s something else that only people look at
+            world.coordinator.wants = {SLICES[0]: 3 + number % 2}
+            await world.coordinator.report(hub)
+            await trio.sleep(2)
+        heard_bytes = sum(MESH_COPIES * (TABLE_OVERHEAD_BYTES + len(table.to_bytes())) for table in tables)
+        assert 60 * 3600 * 0.8 < heard_bytes < 60 * (3600 + 600) + 2000  # one more than the budget had
+        for wants in ({}, with_slices()):
+            world.coordinator.wants = wants
+            await world.coordinator.report(hub)
+            began = len(tables)
+            await trio.sleep(2)
+            assert len(tables) == began + 1
+            assert [row.want for row in tables[-1].rows] == list(wants.values())
+            await trio.sleep(2)
 
 
 async def test_a_table_is_cut_to_its_most_wanted_rows(autojump_clock, tmp_path):

@@ -22,16 +22,22 @@ from kvasir_node.wire.messages import About
 class HubPeer:
     """A hub that hears the tables of others, as a node wires it."""
 
-    def __init__(self, world: World, name: str, **settings: object) -> None:
-        self.world = world
+    def __init__(self, world: World, name: str, known: set[PeerId], *, tells: bool = True) -> None:
+        self.world, self.known = world, known
         self.transport = world.network.transport(name)
-        self.hub = hub_on(self.transport, **settings)
+        self.hub = hub_on(self.transport, other_hubs=self.other_hubs if tells else lambda: ())
+        self.known.add(self.transport.peer_id)
         self.tables = tables_of()
         self.scope = trio.CancelScope()
 
     @property
     def peer_id(self) -> PeerId:
         return self.transport.peer_id
+
+    def other_hubs(self) -> list[PeerId]:
+        """Those that are connected, as a node knows them by what they say of themselves."""
+        connected = [connection.peer for connection in self.transport.connections()]
+        return [peer for peer in connected if peer in self.known]
 
     async def run(self) -> None:
         received = await self.hub._gossip.subscribe("topic", self.tables.take)
@@ -51,9 +57,10 @@ class HubPeer:
 class Swarm:
     """Two hubs, one coordinator that reports to both, and workers that know both; copies are counted all the time."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, tells: bool = True) -> None:
         self.world = world
-        self.hubs = [HubPeer(world, name) for name in ("hub a", "hub b")]
+        self.known: set[PeerId] = set()
+        self.hubs = [HubPeer(world, name, self.known, tells=tells) for name in ("hub a", "hub b")]
         self.workers: list[WorkerPeer] = []
         self.doubled_s: Counter[SliceId] = Counter()  # how long now
         self.doubled_max_s = 0.0
@@ -128,11 +135,12 @@ async def test_a_hub_that_dies_in_the_middle_of_a_burst_costs_no_recruitment_and
         assert trio.current_time() - died_at < 180
 
 
+@pytest.mark.parametrize("tells", [True, False], ids=["tell each other", "by gossip alone"])
 async def test_two_hubs_share_out_what_is_wanted_and_lease_nothing_twice_though_nothing_is_proven_yet(
-    autojump_clock, tmp_path
+    autojump_clock, tmp_path, tells
 ):
     async with open_world(tmp_path) as world:
-        swarm, carl = Swarm(world), world.coordinator
+        swarm, carl = Swarm(world, tells=tells), world.coordinator
         await swarm.start(workers=40)
         await trio.sleep(5)
         carl.wants, carl.proves = with_slices(want=2), False
@@ -158,7 +166,7 @@ async def test_a_hub_that_restarts_is_right_within_ten_seconds(autojump_clock, t
         lost = swarm.hubs[0]
         swarm.lose(lost)
         await trio.sleep(1)
-        again = HubPeer(world, "hub a")
+        again = HubPeer(world, "hub a", swarm.known)
         swarm.hubs.append(again)
         world.nursery.start_soon(again.run)
         await again.transport.connect(swarm.hubs[0].transport.addresses())

@@ -22,6 +22,7 @@ from kvasir_node.wire.messages import (
     Attachment,
     DemandRecord,
     DemandTable,
+    HubNews,
     LeaseVerdict,
     Offer,
     Poll,
@@ -118,6 +119,9 @@ rows = st.lists(
     unique_by=lambda row: (row.model, row.slice),
 ).map(lambda found: tuple(sorted(found, key=lambda row: (row.model, row.slice))))
 big = st.integers(0, 1 << 62)
+lease_counts = st.dictionaries(st.tuples(peer_ids, models, slice_ids), counts, max_size=5).map(
+    lambda found: tuple(sorted((*key, count) for key, count in found.items()))
+)
 demands = st.builds(
     DemandRecord,
     epoch=big,
@@ -146,9 +150,7 @@ tables = st.builds(
     addresses=addresses,
     rows=rows,
     idle=counts,
-    leases=st.dictionaries(st.tuples(peer_ids, models, slice_ids), counts, max_size=5).map(
-        lambda found: tuple(sorted((*key, count) for key, count in found.items()))
-    ),
+    leases=lease_counts,
 )
 held = st.sets(st.tuples(models, slice_ids), max_size=4).map(lambda found: tuple(sorted(found)))
 round_trip_times = st.dictionaries(peer_ids, seconds, max_size=4).map(lambda found: tuple(sorted(found.items())))
@@ -164,6 +166,7 @@ round_trips = st.one_of(
     st.tuples(offers, st.just(read_poll_answer)),
     st.tuples(renewals, st.just(Renewals.from_bytes)),
     st.tuples(verdicts, st.just(Verdicts.from_bytes)),
+    st.tuples(st.builds(HubNews, big, st.booleans(), lease_counts), st.just(HubNews.from_bytes)),
     st.tuples(st.builds(About, names, names, st.just(("hub",)), addresses), st.just(About.from_bytes)),
 )
 

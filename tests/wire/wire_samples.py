@@ -12,6 +12,8 @@ from kvasir_node.wire.messages import (
     Attachment,
     DemandRecord,
     DemandTable,
+    HubGreeting,
+    HubNews,
     LeaseVerdict,
     NoOffer,
     Offer,
@@ -89,6 +91,19 @@ SAMPLES = {
         Verdicts((LeaseVerdict(15.0, ""), LeaseVerdict(0.0, "no longer needed"))),
         "a16876657264696374738282f94b806082f90000706e6f206c6f6e676572206e6565646564",
         Verdicts.from_bytes,
+    ),
+    "news": (
+        HubNews(1_700_000_000_000, True, ((PeerId("carl"), MODEL, PART, 1), (PeerId("dora"), MODEL, PART, 0))),
+        "a363616c6cf56565706f63681b0000018bcfe56800666c65617365738284646361726c783b6261667972656965783736"
+        "66646b76636e7a35616b336261656f62326568686f7776693561787a646a356a6c79756779346166367a686877676471"
+        "440300070041028464646f7261783b626166797265696578373666646b76636e7a35616b336261656f62326568686f77"
+        "76693561787a646a356a6c79756779346166367a68687767647144030007004100",
+        HubNews.from_bytes,
+    ),
+    "greeting": (
+        HubGreeting(1_700_000_000_000),
+        "a16565706f63681b0000018bcfe56800",
+        HubGreeting.from_bytes,
     ),
     "attachment": (
         Attachment(MODEL, "bfloat16", (PART,)),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import trio
 
@@ -17,13 +18,14 @@ from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import MarketSettings
 from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
 from kvasir_node.decide.gossip_pace import GossipPace
-from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
+from kvasir_node.decide.market import Demand, Key, LeaseOffer, LeaseReport, Market, MarketLimits
+from kvasir_node.decide.told_leases import ToldLeases
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
 from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND, skew_words
 from kvasir_node.roles.hub_news import HEARTBEAT_S, AskHub, HubNewsTeller, counts_of, lease_counts
 from kvasir_node.wire.envelope import SignFunction, open_record, seal, with_membership
-from kvasir_node.wire.lists import SLICES_MAX, TABLE_MODELS_MAX, LeaseCount, TableRow
+from kvasir_node.wire.lists import NEWS_SLICES_MAX, SLICES_MAX, TABLE_MODELS_MAX, LeaseCount, TableRow
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
     DemandRecord,
@@ -51,6 +53,13 @@ REST_FACTOR = 5.0  # PlacementLimits.idle_poll_factor: how much rarer nodes poll
 
 async def _ask_nobody(hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
     raise Unreachable(f"hub {hub} cannot be asked: this one knows no other")
+
+
+@dataclass(slots=True)
+class _OtherHub:
+    epoch: int
+    heard_at: float
+    told_at: float = float("-inf")  # when it last told us of its leases itself
 
 
 class Hub:
@@ -85,23 +94,22 @@ class Hub:
         self._epoch = int(wall() * 1000)
         self._sequence = 0
         self._changed = trio.Event()
-        self._met: dict[PeerId, int] = {}  # other hubs, and the epoch of each; heard last, last
+        self._others: dict[PeerId, _OtherHub] = {}  # heard last, last
         self._must_greet = False  # one of them has not heard us yet
-        self._told_at: dict[PeerId, float] = {}  # when hubs last told us of their leases themselves
+        self._told = ToldLeases(2 * settings.progress_timeout_s, settings.lease_ttl_s, NEWS_SLICES_MAX)
         self._names: dict[str, str] = {}  # of models that were lately wanted
+        self._market_limits = MarketLimits(
+            lease_ttl_s=settings.lease_ttl_s,
+            progress_timeout_s=settings.progress_timeout_s,
+            tenure_min_s=settings.tenure_min_s,
+            surplus_grace_s=settings.surplus_grace_s,
+            leases_max=settings.leases_max,
+            issuers_max=settings.issuers_max,
+            clock_skew_max_s=settings.clock_skew_max_s,
+            poll_interval_s=settings.poll_interval_s,
+        )
         self._market = Market(
-            MarketLimits(
-                lease_ttl_s=settings.lease_ttl_s,
-                progress_timeout_s=settings.progress_timeout_s,
-                tenure_min_s=settings.tenure_min_s,
-                surplus_grace_s=settings.surplus_grace_s,
-                leases_max=settings.leases_max,
-                issuers_max=settings.issuers_max,
-                clock_skew_max_s=settings.clock_skew_max_s,
-                poll_interval_s=settings.poll_interval_s,
-            ),
-            name=_lease_prefix(peer_id, self._epoch),
-            started_at=trio.current_time(),
+            self._market_limits, name=_lease_prefix(peer_id, self._epoch), started_at=trio.current_time()
         )
         self._teller = HubNewsTeller(
             self._epoch,
@@ -159,7 +167,8 @@ class Hub:
             self._changed = trio.Event()
             now = trio.current_time()
             self._market.tick(now)
-            pace.bytes_s = settings.gossip_bytes_s / (1 + len(self._met))
+            self._disbelieve(now)
+            pace.bytes_s = settings.gossip_bytes_s / (1 + len(self._others))
             content, open_copies = (self._rows(), self._leases()), self._market.open_copies
             changed = content != told or self._must_greet
             if pace.is_due(now, open_copies=open_copies, polls_anyway=self._polls_anyway(now), changed=changed):
@@ -176,26 +185,44 @@ class Hub:
     def hear(self, peer: PeerId, table: DemandTable) -> None:
         """Another hub's table: its leases count here too, unless it tells us of them itself. One that we have not
         heard since it began is told ours at once, as it knows nothing yet."""
-        if self._met.pop(peer, None) != table.epoch:
-            self._must_greet = True
-            self._changed.set()
-        self._met[peer] = table.epoch
-        if len(self._met) > HUBS_MAX:
-            del self._met[next(iter(self._met))]
-        now = trio.current_time()
-        if now - self._told_at.get(peer, float("-inf")) > 2 * HEARTBEAT_S:
-            prefix = _lease_prefix(peer, table.epoch)
-            self._market.hear(peer, prefix, counts_of(table.leases), now, is_all=True)
+        now, other = trio.current_time(), self._other(peer, table.epoch)
+        if now - other.told_at > 2 * HEARTBEAT_S:
+            self._hear_leases(peer, table.epoch, counts_of(table.leases), now, is_all=True)
 
     def _on_tell(self, peer: PeerId, news: HubNews) -> bytes:
         now = trio.current_time()
-        self._told_at.pop(peer, None)
-        self._told_at[peer] = now
-        if len(self._told_at) > HUBS_MAX:
-            del self._told_at[next(iter(self._told_at))]
-        prefix = _lease_prefix(peer, news.epoch)
-        self._market.hear(peer, prefix, counts_of(news.leases), now, is_all=news.is_all)
+        self._other(peer, news.epoch).told_at = now
+        self._hear_leases(peer, news.epoch, counts_of(news.leases), now, is_all=news.is_all)
         return HubGreeting(self._epoch).to_bytes()
+
+    def _other(self, peer: PeerId, epoch: int) -> _OtherHub:
+        now, other = trio.current_time(), self._others.pop(peer, None)
+        if other is None or other.epoch != epoch:
+            self._told.forget(peer, now)
+            other = _OtherHub(epoch, now)
+            self._must_greet = True
+            self._changed.set()
+        other.heard_at = now
+        self._others[peer] = other
+        if len(self._others) > HUBS_MAX:
+            self._forget(next(iter(self._others)), now)
+        return other
+
+    def _forget(self, peer: PeerId, now: float) -> None:
+        del self._others[peer]
+        self._told.forget(peer, now)
+
+    def _hear_leases(self, peer: PeerId, epoch: int, counts: Mapping[Key, int], now: float, *, is_all: bool) -> None:
+        believed = self._told.take(peer, counts, now, is_all=is_all)
+        self._market.hear(peer, _lease_prefix(peer, epoch), believed, now, is_all=is_all)
+
+    def _disbelieve(self, now: float) -> None:
+        """Slices that others have been said to fill for too long are open again; hubs that are silent say nothing."""
+        ttl_s = self._market_limits.told_ttl_s
+        for peer in [peer for peer, other in self._others.items() if now - other.heard_at >= ttl_s]:
+            self._forget(peer, now)
+        for peer, counts in self._told.overdue(now).items():
+            self._market.hear(peer, _lease_prefix(peer, self._others[peer].epoch), counts, now, is_all=False)
 
     def _on_report(self, peer: PeerId, body: bytes | memoryview) -> None:
         record = open_record(DEMAND_KIND, body, body_bytes_max=MESSAGE_BYTES_MAX)

@@ -20,7 +20,7 @@ from kvasir_node.wire.messages import HubGreeting, HubNews, MarketMethod
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 1.0  # between two looks at what is new
+TELL_S = 0.25  # between two looks at what is new
 HEARTBEAT_S = 10.0  # other hubs hear at least this often, or they forget us (MarketLimits.told_ttl_s)
 
 AskHub = Callable[[PeerId, MarketMethod, bytes], Awaitable[bytes | memoryview]]

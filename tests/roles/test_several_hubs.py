@@ -16,7 +16,7 @@ from kvasir_node.net.memory_net import MemoryTransport, open_memory_network
 from kvasir_node.roles.hub_search import HUBS_HEARD_MAX, HUBS_KEPT, HubSearch
 from kvasir_node.roles.link import compute_here
 from kvasir_node.roles.peers import Peers
-from kvasir_node.wire.messages import About
+from kvasir_node.wire.messages import About, HubNews, MarketMethod
 
 
 class HubPeer:
@@ -155,6 +155,30 @@ async def test_two_hubs_share_out_what_is_wanted_and_lease_nothing_twice_though_
         await trio.sleep(10)
         for hub in swarm.hubs:
             assert [(row.want, row.proven, row.leased) for row in hub.hub.snapshot().demand] == [(2, 2, 0)] * 8
+
+
+async def test_a_hub_that_tells_of_leases_that_are_not_there_keeps_nobody_from_work_for_long(autojump_clock, tmp_path):
+    async with open_world(tmp_path) as world:
+        swarm, carl = Swarm(world), world.coordinator
+        await swarm.start(workers=10)
+        hub = swarm.hubs[0].hub
+        swarm.lose(swarm.hubs[1])
+        carl.wants = {}
+        leases = tuple((carl.transport.peer_id, carl.model, part, 1) for part in SLICES)
+        lies = HubNews(1, True, leases).to_bytes()
+
+        async def lie() -> None:
+            while True:
+                for number in range(3):
+                    await hub.handle(PeerId(f"liar {number}"), MarketMethod.TELL, lies)
+                await trio.sleep(5)
+
+        world.nursery.start_soon(lie)
+        await trio.sleep(5)
+        carl.wants = with_slices()
+        await trio.sleep(100)
+        assert not swarm.copies(*Stage)
+        await world.until(swarm.all_serve, 60)
 
 
 async def test_a_hub_that_restarts_is_right_within_ten_seconds(autojump_clock, tmp_path):

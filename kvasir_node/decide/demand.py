@@ -8,6 +8,7 @@ more, so an empty queue is no reason to let them go. It goes when the load is on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,9 @@ def _mean_heat(slices: Sequence[SliceId], heat: Mapping[int, Sequence[float]]) -
     return sum(slice_heat(part, heat) for part in slices) / len(slices) if slices else 0.0
 
 
-SURGE_DECAY_S = 30.0  # the surge loses a copy each time the load was light for so long
+SURGE_DECAY_S = 30.0  # the surge loses a copy each time the load was light for so long ...
+SURGE_DECAY_MAX_S = 480.0  # ... and twice as long each time that a copy comes back soon after it had gone, up to this
+SURGE_SOON_S = 600.0  # soon = within this
 LIGHT_LOAD = 0.75  # light = less than this share of what this machine can do alone; above it the queue would come back
 COLD, WARM = 0.4, 0.6  # of the average heat: below a slice becomes cold, above it is warm again
 
@@ -93,23 +96,27 @@ class Demands:
         self._base_copies = base_copies
         self._cold: frozenset[SliceId] = frozenset()
         self._light_since: float | None = None
+        self._decay_s = SURGE_DECAY_S
+        self._fell_at = -math.inf
         self._told: dict[SliceId, Wanted] = {}
         self.surge = 0
 
     def observe(self, now: float, *, saturated: bool, pressure: float, load: float) -> None:
         """`load` = what is done per second now, as a share of what this machine alone could do per second."""
-        if saturated:
-            self.surge = max(self.surge, surge_copies(pressure, self._surge_copies_max))
+        if saturated and (copies := surge_copies(pressure, self._surge_copies_max)) > self.surge:
+            came_back = now - self._fell_at < SURGE_SOON_S + self._decay_s
+            self._decay_s = min(SURGE_DECAY_MAX_S, 2 * self._decay_s) if came_back else SURGE_DECAY_S
+            self.surge, self._fell_at = copies, -math.inf
         if saturated or load >= LIGHT_LOAD or not self.surge:
             self._light_since = None
         elif self._light_since is None:
             self._light_since = now
-        elif now - self._light_since >= SURGE_DECAY_S:
-            self.surge, self._light_since = self.surge - 1, now
+        elif now - self._light_since >= self._decay_s:
+            self.surge, self._light_since, self._fell_at = self.surge - 1, now, now
 
     def next_at(self) -> float | None:
         """When `observe` must come again though nothing happens."""
-        return None if self._light_since is None else self._light_since + SURGE_DECAY_S
+        return None if self._light_since is None else self._light_since + self._decay_s
 
     def note_heat(self, heat: Mapping[int, Sequence[float]]) -> None:
         """Which slices are used so little that one copy fewer will do; those between two bounds stay as they were."""

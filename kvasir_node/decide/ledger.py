@@ -34,6 +34,8 @@ class Standing(StrEnum):
     BANNED = "banned"
 
 
+REFUSED_MAX = 256  # peers that the market is told of; those that came last
+
 TELLING_FIRST = (Standing.PROVEN, Standing.TRIAL, Standing.SUSPECT, Standing.NEW, Standing.BANNED)
 """Of several slices of one peer, which standing says most about it: one that failed says more than one never tried."""
 
@@ -228,6 +230,17 @@ class Ledger:
     def proven(self) -> tuple[tuple[PeerId, SliceId], ...]:
         """Attached and proven pairs: the only ones that may carry load, the only ones that count as coverage."""
         return tuple(pair for pair, r in self._records.items() if r.attached and r.standing is Standing.PROVEN)
+
+    def refused(self) -> tuple[PeerId, ...]:
+        """Peers that will not be used, as the market should know: banned ones, and those here that answered wrong or
+        failed more than once. One failure may be anybody's."""
+        found = {
+            peer: None
+            for (peer, _), r in self._records.items()
+            if r.standing is Standing.BANNED
+            or (r.attached and r.standing is Standing.SUSPECT and (r.wrong or r.failures > 1))
+        }
+        return tuple(found)[-REFUSED_MAX:]
 
     def pairs(self) -> tuple[PairView, ...]:
         return tuple(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvasir_node.base.errors import RejectReason
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
@@ -36,7 +36,7 @@ from kvasir_node.decide.market_books import (
     TableEntry,
 )
 from kvasir_node.decide.market_hubs import OtherHubs
-from kvasir_node.decide.market_offers import Asker, Chooser, Issuer, Strikes
+from kvasir_node.decide.market_offers import Asker, Chooser, IdleWorkers, Issuer, Strikes
 from kvasir_node.decide.trial_caps import address_range
 
 __all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits", "TableEntry"]
@@ -44,7 +44,7 @@ __all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits
 REST_POLLS_S = 20.0  # when nothing is open, all idle nodes together are asked to poll this often
 LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
 DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
-LATE_RATIO_MAX = 0.1  # of all copies wanted, so many at most are asked for a second time because a lease is late
+LATE_RATIO_MAX = 0.08  # of all copies wanted, over all hubs, so many at most are asked for again as a lease is late
 
 
 class Market:
@@ -68,7 +68,7 @@ class Market:
         self._of_worker: dict[PeerId, dict[str, Lease]] = {}
         self._of_origin: Counter[str] = Counter()  # unproven leases by range of addresses
         self._strikes = Strikes(limits.progress_timeout_s, limits.pollers_max)
-        self._pollers: dict[PeerId, float] = {}  # idle ones, who polled longest ago first
+        self._idle = IdleWorkers(limits.pollers_max)
         self._retry_s = limits.poll_interval_s  # told last
         self._granted = 0
         self._due: list[tuple[float, int, str]] = []  # when to look at which lease again; may be too soon
@@ -79,9 +79,7 @@ class Market:
         self._want_total = 0
         self._hubs = OtherHubs(name, limits.told_ttl_s, limits.hubs_max, limits.leases_max)
         self._news: dict[Key, int] = {}
-        self._chooser = Chooser(
-            self._issuers, self._books, self._open, self._hubs, self._strikes, 2 * limits.poll_interval_s
-        )
+        self._chooser = Chooser(self._issuers, self._books, self._open, self._hubs, self._strikes, limits.stand_back_s)
 
     @property
     def lease_count(self) -> int:
@@ -103,12 +101,8 @@ class Market:
     def idle_count(self, now: float) -> int:
         """Peers that polled lately and hold no lease."""
         window_s = max(10 * self._limits.poll_interval_s, 2 * self._retry_s)
-        while self._pollers:
-            first = next(iter(self._pollers))
-            if now - self._pollers[first] < window_s:
-                break
-            del self._pollers[first]
-        return len(self._pollers)
+        self._idle.trim(now - window_s)
+        return len(self._idle)
 
     # Demand ---------------------------------------------------------------------------------------------------
 
@@ -125,21 +119,31 @@ class Market:
         entry = self._issuers.get(demand.issuer)
         expires_at = now + demand.ttl_s
         self._issuer_due = min(self._issuer_due, expires_at)
-        if entry is not None and entry.demand.model == demand.model:
-            unchanged = entry.demand.wants is demand.wants
-            entry.demand, entry.expires_at = demand, expires_at
-            if not unchanged:
-                self._take_wants(entry, now)
-            return None
-        if entry is not None:
+        if entry is not None and entry.demand.model != demand.model:
             self._forget_issuer(entry, now)
-        self._issuers[demand.issuer] = entry = Issuer(demand, expires_at)
+            entry = None
+        if entry is None:
+            entry = self._issuers[demand.issuer] = Issuer(demand, expires_at)
+        entry.demand, entry.expires_at = demand, expires_at
         self._take_wants(entry, now)
+        for worker in demand.refused:
+            self._end_refused(worker, demand.issuer, now)
         return None
+
+    def _end_refused(self, worker: PeerId, issuer: PeerId, now: float) -> None:
+        """Whom its coordinator will not use holds no place for others; it came to nothing."""
+        leases = self._of_worker.get(worker)
+        for lease in list(leases.values()) if leases else ():
+            if lease.key[0] == issuer and lease.proven_at is None:
+                self._strikes.add(worker, lease.key[1], now)
+                self._end(lease, now)
 
     def _take_wants(self, entry: Issuer, now: float) -> None:
         """Most of demand is as it was: of the same slices only what differs is looked at."""
-        demand, told = entry.demand, tuple(entry.wants.values())
+        demand, told = entry.demand, entry.wants_told
+        entry.wants_told = demand.wants
+        if told is demand.wants:
+            return
         if len(told) == len(demand.wants) and all(a.slice == b.slice for a, b in zip(told, demand.wants, strict=True)):
             for known, wanted in zip(told, demand.wants, strict=True):
                 if wanted is not known and wanted != known:
@@ -207,6 +211,7 @@ class Market:
             self._not_late(lease)
             lease.proven_at = now
             self._strikes.forgive(lease.worker, lease.key[1])
+            self._idle.note_good(lease.worker)
             self._of_origin[lease.origin] -= 1
         else:
             lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
@@ -237,23 +242,24 @@ class Market:
         self.tick(now)
         self._note_idle(worker, now)
         origin = address_range(address) if address else ""
+        stands_back = not self._idle.is_good(worker) and self._idle.good >= self._open.copies
         if len(self._leases) < self._limits.leases_max and self._may_have_another(worker, origin, now):
             leases = self._of_worker.get(worker, {}).values()
-            asker = Asker(worker, memory_bytes, frozenset(busy), dict(round_trips), leases, now)
+            asker = Asker(worker, memory_bytes, frozenset(busy), dict(round_trips), leases, stands_back, now)
             book = self._chooser.choose(asker, have)
             if book is not None:
                 return self._grant(worker, book, origin, now)
+        if stands_back and self._open.copies:
+            return self._limits.stand_back_s  # what is still open then is for everybody
         self._retry_s = max(self._limits.poll_interval_s, self.idle_count(now) / REST_POLLS_S)
         return self._retry_s
 
     def _note_idle(self, worker: PeerId, now: float) -> None:
         """The worker was heard of: it is idle unless it holds a lease."""
-        self._pollers.pop(worker, None)
         if worker in self._of_worker:
-            return
-        self._pollers[worker] = now
-        if len(self._pollers) > self._limits.pollers_max:
-            del self._pollers[next(iter(self._pollers))]
+            self._idle.drop(worker)
+        else:
+            self._idle.put(worker, now)
 
     def _may_have_another(self, worker: PeerId, origin: str, now: float) -> bool:
         if origin and self._of_origin[origin] >= self._limits.unproven_per_address_max:
@@ -284,7 +290,7 @@ class Market:
         self._leases[lease_id] = book.leases[lease_id] = lease
         self._of_worker.setdefault(worker, {})[lease_id] = lease
         self._of_origin[origin] += 1
-        self._pollers.pop(worker, None)
+        self._idle.drop(worker)
         self._watch(lease)
         self._refresh(book, now)
         return lease
@@ -308,12 +314,19 @@ class Market:
             return 0.0, "unknown or ended lease"
         if progress > lease.progress:
             lease.progress, lease.progress_at = progress, now
-        if self._is_surplus(lease, now):
-            self._end(lease, now)
-            self._note_idle(worker, now)
-            return 0.0, "no longer needed"
-        lease.expires_at = now + self._limits.lease_ttl_s
-        return self._limits.lease_ttl_s, ""
+        if self._is_overtaken(lease):
+            self._strikes.add(worker, key[1], now)
+        elif not self._is_surplus(lease, now):
+            lease.expires_at = now + self._limits.lease_ttl_s
+            return self._limits.lease_ttl_s, ""
+        self._end(lease, now)
+        self._note_idle(worker, now)
+        return 0.0, "no longer needed"
+
+    def _is_overtaken(self, lease: Lease) -> bool:
+        """Whether it was late, and others that were asked instead have proven all copies."""
+        book = self._books[lease.key]
+        return lease.is_late and len(book.proven) >= book.want > 0
 
     def release(self, worker: PeerId, lease_id: str, now: float) -> None:
         """The worker gives a lease back; unknown ones are ignored."""
@@ -335,6 +348,7 @@ class Market:
             len(self._leases) >= self._limits.leases_max
             or key[0] == worker
             or self._strikes.must_wait(worker, key[1], now)
+            or (key[0] in self._issuers and worker in self._issuers[key[0]].demand.refused)
         ):
             return None
         book = self._book(key)
@@ -438,7 +452,7 @@ class Market:
             self._end(lease, now)
             return
         is_late = lease.counts and now - lease.granted_at >= self._proof_times.late_s
-        if is_late and self._late + 1 <= LATE_RATIO_MAX * self._want_total:
+        if is_late and self._late + 1 <= LATE_RATIO_MAX * self._want_total / self._hubs.count:
             lease.is_late = True
             self._late += 1
             self._refresh(self._books[lease.key], now)
@@ -508,6 +522,10 @@ class Market:
             row[1] += len(book.proven)
             row[2] += sum(lease.proven_at is None for lease in book.leases.values()) + book.elsewhere
         return tuple(TableEntry(model, part, *row) for (model, part), row in sorted(counts.items()) if any(row))
+
+    def held(self) -> Iterator[tuple[Key, int]]:
+        """How many leases there are on each slice, proven or not."""
+        return ((key, len(book.leases)) for key, book in self._books.items() if book.leases)
 
     def slice_bytes(self) -> dict[ModelId, int]:
         """Of each model wanted, what a slice takes in memory, for the coordinator with the smallest ones."""

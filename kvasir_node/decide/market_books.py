@@ -35,6 +35,11 @@ class MarketLimits:
     hubs_max: int = 64
     told_ttl_s: float = 30.0  # what another hub told counts this long
 
+    @property
+    def stand_back_s(self) -> float:
+        """What is open so long is for everybody, also for those that came to nothing before or are not known."""
+        return 2 * self.poll_interval_s
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -51,6 +56,7 @@ class Demand:
     addresses: tuple[str, ...]
     wants: tuple[Wanted, ...]
     near_rtt_s: float = 0.005  # nearer workers take a share of every layer, others whole layers
+    refused: tuple[PeerId, ...] = ()  # workers that it will not use: they answered wrong, or not, and more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,4 +189,4 @@ class ProofTimes:
         self._proof_s.append(proof_s)
         if len(self._proof_s) >= PROOF_TIMES_MIN:
             usual_s = sorted(self._proof_s)[len(self._proof_s) * 9 // 10]
-            self.late_s = max(LATE_FACTOR * usual_s, self._patience_s / 2)
+            self.late_s = max(LATE_FACTOR * usual_s, self._patience_s / 4)

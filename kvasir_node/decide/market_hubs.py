@@ -32,6 +32,11 @@ class OtherHubs:
         self._keys_max = keys_max
         self._hubs: dict[PeerId, _Hub] = {}
 
+    @property
+    def count(self) -> int:
+        """Hubs of the swarm, as far as we know, ourselves among them."""
+        return 1 + len(self._hubs)
+
     def is_new(self, peer: PeerId, name: str) -> bool:
         """Whether a hub was not heard of yet under that name, and there is room for it."""
         hub = self._hubs.get(peer)

@@ -23,6 +23,7 @@ class Issuer:
 
     demand: Demand
     expires_at: float
+    wants_told: tuple[Wanted, ...] = ()  # that its books were made from
     wants: dict[SliceId, Wanted] = field(default_factory=dict[SliceId, Wanted])
     layers: dict[int, list[SliceId]] = field(default_factory=dict[int, list[SliceId]])
 
@@ -45,7 +46,52 @@ class Asker:
     busy: frozenset[tuple[ModelId, SliceId]]
     round_trips: Mapping[PeerId, float]
     leases: Collection[Lease]
+    stands_back: bool  # others that are known to be good could take all that is open
     now: float
+
+
+class IdleWorkers:
+    """Who asked lately and holds nothing, and how many of them were ever proven; each table has `workers_max`."""
+
+    def __init__(self, workers_max: int) -> None:
+        self._workers_max = workers_max
+        self._asked_at: dict[PeerId, float] = {}  # who asked longest ago first
+        self._good: dict[PeerId, None] = {}  # proven once, by any coordinator
+        self.good = 0  # of those that are idle
+
+    def __len__(self) -> int:
+        return len(self._asked_at)
+
+    def put(self, worker: PeerId, now: float) -> None:
+        self.drop(worker)
+        self._asked_at[worker] = now
+        self.good += worker in self._good
+        if len(self._asked_at) > self._workers_max:
+            self.drop(next(iter(self._asked_at)))
+
+    def drop(self, worker: PeerId) -> None:
+        if self._asked_at.pop(worker, None) is not None:
+            self.good -= worker in self._good
+
+    def trim(self, before: float) -> None:
+        """Forgets those that did not ask since."""
+        while self._asked_at:
+            first = next(iter(self._asked_at))
+            if self._asked_at[first] > before:
+                return
+            self.drop(first)
+
+    def is_good(self, worker: PeerId) -> bool:
+        return worker in self._good
+
+    def note_good(self, worker: PeerId) -> None:
+        if worker not in self._good:
+            self._good[worker] = None
+            self.good += worker in self._asked_at
+            if len(self._good) > self._workers_max:
+                eldest = next(iter(self._good))
+                self.good -= eldest in self._asked_at
+                del self._good[eldest]
 
 
 @dataclass(slots=True)
@@ -85,14 +131,15 @@ class Strikes:
 
 @dataclass(slots=True)
 class Chooser:
-    """`patience_s` = a worker with a strike gets only what has been open for so long: what others have left."""
+    """`stand_back_s` = a worker with a strike, or one that is not known while enough others are, gets only what has
+    been open for so long."""
 
     issuers: Mapping[PeerId, Issuer]
     books: Mapping[Key, Book]
     open: OpenBooks
     hubs: OtherHubs
     strikes: Strikes
-    patience_s: float
+    stand_back_s: float
 
     def choose(self, asker: Asker, have: Iterable[tuple[ModelId, SliceId]]) -> Book | None:
         """Where a copy is missing most, by the share of those wanted; of equals what is on its disk, else in turn.
@@ -156,7 +203,7 @@ class Chooser:
 
     def _may_serve(self, issuer: PeerId, asker: Asker) -> bool:
         demand = self.issuers[issuer].demand
-        if issuer == asker.worker or demand.slice_bytes > asker.memory_bytes:
+        if issuer == asker.worker or demand.slice_bytes > asker.memory_bytes or asker.worker in demand.refused:
             return False
         return not self.strikes.must_wait(asker.worker, demand.model, asker.now)
 
@@ -167,4 +214,5 @@ class Chooser:
             waits_since = max(book.open_since, self.hubs.granted_at(book.first))
             if asker.now - waits_since < OTHERS_FIRST_S:
                 return False
-        return (asker.worker, book.key[1]) not in self.strikes or asker.now - book.open_since >= self.patience_s
+        is_last = asker.stands_back or (asker.worker, book.key[1]) in self.strikes
+        return not is_last or asker.now - book.open_since >= self.stand_back_s

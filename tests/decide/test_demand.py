@@ -3,7 +3,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.demand import SURGE_DECAY_S, Demands, Wanted, demand_for, slice_heat, surge_copies
+from kvasir_node.decide.demand import (
+    SURGE_DECAY_MAX_S,
+    SURGE_DECAY_S,
+    SURGE_SOON_S,
+    Demands,
+    Wanted,
+    demand_for,
+    slice_heat,
+    surge_copies,
+)
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 LOW, HIGH = SliceId(0, 0, 1), SliceId(0, 2, 3)
@@ -144,6 +153,26 @@ def test_a_surge_that_came_back_counts_from_anew():
     demands.observe(32.0, saturated=True, pressure=9.0, load=2.0)
     assert demands.surge == 2
     assert demands.next_at() is None
+
+
+def test_a_surge_that_comes_back_soon_after_it_had_gone_stays_longer_each_time_up_to_a_bound():
+    demands, now, stayed = at_full_surge(), 0.0, []
+    for _ in range(7):
+        began_at = now
+        while demands.surge:
+            now += 1.0
+            demands.observe(now, saturated=False, pressure=0.0, load=0.5)
+        stayed.append(now - began_at - 1.0)
+        now += 60.0
+        demands.observe(now, saturated=True, pressure=2.0, load=1.5)
+    assert stayed == [2 * each for each in (30, 60, 120, 240, 480, 480, 480)]
+    while demands.surge:
+        now += 1.0
+        demands.observe(now, saturated=False, pressure=0.0, load=0.5)
+    now += SURGE_SOON_S + SURGE_DECAY_MAX_S
+    demands.observe(now, saturated=True, pressure=1.0, load=1.5)  # after a long rest all is forgotten
+    demands.observe(now + 1, saturated=False, pressure=0.0, load=0.5)
+    assert demands.next_at() == now + 1 + SURGE_DECAY_S
 
 
 def test_wants_are_the_base_and_the_surge_and_what_is_proven_in_the_order_given():

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvasir_node.base.ids import PeerId, SliceId
-from kvasir_node.decide.ledger import TELLING_FIRST, Doubt, Ledger, LedgerLimits, PairView, Standing
+from kvasir_node.decide.ledger import REFUSED_MAX, TELLING_FIRST, Doubt, Ledger, LedgerLimits, PairView, Standing
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 PART, OTHER = SliceId(0, 0, 7), SliceId(1, 0, 7)
@@ -444,3 +444,30 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+# What the market is told ----------------------------------------------------------------------------------------
+
+
+def test_who_failed_once_is_not_refused_who_answered_wrong_or_failed_again_is_while_it_is_here():
+    ledger = attached()
+    ledger.attach(BOB, PART)
+    ledger.failed(ANN, PART, 0.0, "silent", wrong=False)
+    ledger.failed(BOB, PART, 0.0, "wrong", wrong=True)
+    assert ledger.refused() == (BOB,)
+    ledger.failed(ANN, PART, 0.0, "silent", wrong=False)
+    assert ledger.refused() == (ANN, BOB)
+    ledger.begin_trial(BOB, PART, HOME, 100.0)
+    ledger.right(BOB, PART, 100.0)
+    ledger.detach(ANN, PART)
+    assert ledger.refused() == ()
+
+
+def test_the_banned_are_refused_also_when_they_are_gone_and_the_list_is_bounded():
+    ledger = Ledger(LIMITS)
+    for number in range(REFUSED_MAX + 10):
+        ledger.attach(PeerId(f"peer {number}"), PART)
+        for _ in range(LIMITS.ban_after):
+            ledger.failed(PeerId(f"peer {number}"), PART, 0.0, "wrong", wrong=True)
+        ledger.detach(PeerId(f"peer {number}"), PART)
+    assert ledger.refused() == tuple(PeerId(f"peer {number}") for number in range(10, REFUSED_MAX + 10))

@@ -49,7 +49,17 @@ class World:
         self.now = 0.0
         self.sequence = 0
 
-    def report(self, *wants: Wanted, issuer=CARL, model=MODEL, ttl_s=1000.0, sequence=None, slice_bytes=1, wall=None):
+    def report(
+        self,
+        *wants: Wanted,
+        issuer=CARL,
+        model=MODEL,
+        ttl_s=1000.0,
+        sequence=None,
+        slice_bytes=1,
+        wall=None,
+        refused=(),
+    ):
         self.sequence += 1
         demand = Demand(
             issuer=issuer,
@@ -62,6 +72,7 @@ class World:
             slice_bytes=slice_bytes,
             addresses=("/ip4/192.0.2.1/tcp/1",),
             wants=wants,
+            refused=refused,
         )
         return self.market.report(demand, self.now, WALL + self.now)
 
@@ -167,6 +178,39 @@ def test_while_more_nodes_are_idle_than_copies_open_nobody_gets_a_second_lease_b
     world.lease(WILL, busy=[(MODEL, HIGH)])
 
 
+def test_whom_a_coordinator_refuses_holds_no_place_and_gets_none():
+    world = World()
+    world.report(wanted(1, part=LOW), wanted(1, part=HIGH))
+    offer = world.lease(WILL)
+    world.report(wanted(1, part=LOW), wanted(1, part=HIGH), refused=(WILL,))
+    assert world.market.lease_count == 0
+    assert world.renew(WILL, offer, 9) == (0.0, "unknown or ended lease")
+    assert isinstance(world.poll(WILL), float)
+    assert world.market.renew(WILL, "made-up", KEY, progress=1, now=world.now)[0] == 0
+    world.report(wanted(1), issuer=CORA, model=OTHER_MODEL)
+    world.now += 60.0
+    assert world.lease(WILL).coordinator == CORA  # what one says counts for its own slices
+    world.report(wanted(1, WILL, part=LOW), refused=())
+    assert world.market.renew(WILL, offer.lease, KEY, progress=1, now=world.now)[0] > 0
+    world.report(wanted(1, WILL, part=LOW), refused=(WILL,))  # it contradicts itself: a proven copy counts
+    assert (LOW, 1, 1, 0) in world.counts()
+
+
+def test_workers_that_were_proven_once_come_before_unknown_ones_while_there_are_enough_of_them():
+    world = World()
+    world.report(wanted(1), ttl_s=1e6)
+    offer = world.lease(WILL)
+    world.report(wanted(1, WILL), ttl_s=1e6)
+    world.market.release(WILL, offer.lease, world.now)
+    world.report(wanted(1, part=HIGH), ttl_s=1e6)
+    assert world.poll(WANDA) == LIMITS.stand_back_s
+    world.report(wanted(1, part=HIGH), wanted(1, part=SliceId(1, 0, 3)), ttl_s=1e6)
+    world.lease(WANDA)  # two are open, and only one is known
+    assert world.poll(WU) == LIMITS.stand_back_s
+    world.now += LIMITS.stand_back_s
+    world.lease(WU)  # WILL had its chance
+
+
 def test_machines_of_one_range_of_addresses_hold_so_many_unproven_leases_and_no_more():
     world = World(limits=replace(LIMITS, unproven_per_address_max=2, leases_max=100))
     world.report(wanted(50))
@@ -192,25 +236,24 @@ def test_who_came_to_nothing_before_gets_what_others_have_left():
     assert world.lease(WILL).slice == LOW
 
 
-def test_a_lease_that_is_late_is_open_again_and_both_may_be_proven():
+def test_a_lease_that_is_late_is_open_again_and_the_first_to_be_proven_stays():
     world = World(limits=replace(LIMITS, leases_max=1000))
-    peers = [PeerId(f"peer {number}") for number in range(20)]
-    world.report(wanted(20), ttl_s=1e6)
+    peers = [PeerId(f"peer {number}") for number in range(30)]
+    world.report(wanted(30), ttl_s=1e6)
     crew = [(peer, world.lease(peer)) for peer in peers]
     world.keep(6.0, *crew, progress=True)
-    world.report(wanted(20, *peers[:17]), ttl_s=1e6)
-    world.keep(27.0, *crew, progress=True)
+    world.report(wanted(30, *peers[:27]), ttl_s=1e6)
+    world.keep(12.0, *crew, progress=True)
     assert isinstance(world.poll(WILL), float)
-    world.keep(33.0, *crew, progress=True)  # later than half of the patience: 2 of 3, a tenth of what is wanted
-    late = [world.lease(worker) for worker in (WILL, WANDA)]
+    world.keep(24.0, *crew, progress=True)  # later than a quarter of the patience: 2 of 3, eight in a hundred of 30
+    replaced = [(worker, world.lease(worker)) for worker in (WILL, WANDA)]
     assert isinstance(world.poll(WU), float)
-    world.report(wanted(20, *peers[:17], peers[19], WILL, WANDA), ttl_s=1e6)
-    assert world.counts() == [(LOW, 20, 20, 2)]
-    everybody = [*crew, (WILL, late[0]), (WANDA, late[1])]
-    world.now += 6.0
-    kept = [worker for worker, offer in everybody if world.renew(worker, offer, 99)[0] > 0]
-    assert set(peers[:17]) <= set(kept)
-    assert len(kept) < len(everybody)
+    world.report(wanted(30, *peers[:28], WILL, WANDA), ttl_s=1e6)
+    verdicts = {worker: world.renew(worker, offer, 99)[0] > 0 for worker, offer in (*crew, *replaced)}
+    assert [worker for worker, stays in verdicts.items() if not stays] == [peers[28]]
+    world.report(wanted(32, *peers[:28], WILL, WANDA), ttl_s=1e6)
+    assert isinstance(world.poll(peers[28]), float)  # overtaken: it waits before the next
+    world.lease(WU)
 
 
 def test_a_copy_that_was_never_wanted_goes_without_tenure():

@@ -107,7 +107,7 @@ def test_market():
         market.renew(PeerId(f"peer {chance.randrange(500)}"), f"made-up {number}", key, progress=1, now=now)
         assert market.lease_count <= 30
         assert market.coordinator_count <= 10
-        assert len(market._pollers) <= 40
+        assert len(market._idle) <= 40
         assert len(market._strikes) <= 40
         assert len(market._heard) <= 10 * Market.REMEMBERED_PER_ISSUER
         assert len(market._books) <= 10 * len(parts) + 30

@@ -46,6 +46,8 @@ from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
 from kvasir_node.roles.hub import DEMAND_KIND, Hub
+from kvasir_node.roles.hub_file import FILE_NAME as HUB_FILE_NAME
+from kvasir_node.roles.hub_file import HubFile
 from kvasir_node.roles.hub_search import HubSearch
 from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
@@ -122,7 +124,8 @@ class Node:
         self._downloads = Throttle(settings.store.download_bytes_s)
         rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
         self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member, rng)
-        self._search = HubSearch(transport, self._peers.hubs, self._require_member, rng)
+        hub_file = HubFile(data_dir_of(settings) / HUB_FILE_NAME, swarm_id(swarm.secret))
+        self._search = HubSearch(transport, self._peers.hubs, self._require_member, rng, hub_file)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         slowdown = settings.compute.slowdown
         self._pace = Pace(slowdown) if slowdown > 1 else None  # one for all roles: they share the emulated device

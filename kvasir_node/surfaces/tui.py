@@ -149,7 +149,8 @@ def _worker(snapshot: NodeSnapshot) -> str:
         return "off"
     slices = f"   slices {' '.join(worker.slices)}" if worker.slices else ""
     fetched = f"   fetched {size_text(worker.bytes_fetched)}" if worker.bytes_fetched else ""
-    return f"{worker.state}{slices}   rows {count_text(worker.rows)}{fetched}"
+    why = f": {worker.reason}" if worker.reason else ""
+    return f"{worker.state}{why}{slices}   rows {count_text(worker.rows)}{fetched}"
 
 
 def _net(snapshot: NodeSnapshot) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from kvasir_node.base.snapshot import HubSnapshot, NetSnapshot, NodeSnapshot
+from kvasir_node.base.snapshot import HubSnapshot, NetSnapshot, NodeSnapshot, WorkerSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
 from kvasir_node.surfaces.tui import BAR_CELLS, Frame, bar, render
 
@@ -64,6 +64,11 @@ def test_a_worker_without_model_or_hub_fits_too():
     assert "worker   idle" in text
     assert "demand" not in text
     assert "workers" not in text
+
+
+def test_a_paused_worker_says_why():
+    snapshot = fake_snapshot(worker=WorkerSnapshot("paused", reason="on battery"))
+    assert "worker   paused: on battery   rows 0" in "\n".join(lines_of(snapshot, 80, 24))
 
 
 def test_one_peer_is_no_peers_and_what_is_unknown_is_not_shown():

@@ -236,7 +236,7 @@ class Costs:
 
 TRUNK_PRIOR: Numbers = (5e-3, 5e-4)
 LAYER_PRIOR: Numbers = (5e-5, 2e-4, 2e-5)
-CALL_PRIOR: Numbers = (4e-4,)
+CALL_PRIOR: Numbers = (2e-4,)
 LINK_PRIOR: Numbers = (5e-3, 2e-8, 2e-8)  # 5 ms and 50 MB/s: between a LAN and a home
 """Before anything was measured: a small model on one core. Levels go with the first observation; proportions stay."""
 
@@ -289,6 +289,12 @@ class CostBook:
     def observe_travel(self, peer: PeerId, sent_bytes: int, received_bytes: int, took_s: float, now: float) -> None:
         """A call's time on the way, whatever was computed: a link is the same for few rows and for thousands."""
         self._worker(peer, now).link.observe((1.0, float(sent_bytes), float(received_bytes)), took_s, now)
+
+    def forget_link(self, peer: PeerId) -> None:
+        """Calls to a peer go another way from now on."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.link = AffineFit()
 
     def observe_call(
         self,

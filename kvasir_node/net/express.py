@@ -33,7 +33,7 @@ KEPT_BYTES = 256 * 1024  # of the buffer that is received into; it grows for a l
 SEND_BUFFER_BYTES = 1024 * 1024  # asked of the kernel, so that a large frame is sent without waiting
 KEEPALIVE_S = 5  # a connection on which nothing was heard for so long is probed, each second ...
 KEEPALIVE_PROBES = 5  # ... this often
-PINGS = 5  # that tell how far a peer is
+ECHO = 0  # the call id of a frame whose body comes back as it is
 UNACKNOWLEDGED_S = 10  # a peer that does not take what was sent for so long is gone
 LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
@@ -266,22 +266,21 @@ class ExpressChannel:
 
     # --- both ---
 
-    def round_trip_s(self, timeout_s: float) -> float:
-        """How long an empty call takes, the median of PINGS of them; before any other call is made.
+    def echo_s(self, size: int, timeout_s: float) -> float:
+        """How long a frame of so many bytes takes to the other end and back, where nothing is computed for it.
 
-        Raises CallTimeout after timeout_s, closed, as an answer may be under way; Unreachable and Misbehaved as above.
+        Nobody else may wait for an answer. Raises CallTimeout after timeout_s, closed, as an answer may be under way;
+        Unreachable and Misbehaved as above.
         """
-        took_s: list[float] = []
-        until = self._clock() + timeout_s
-        for number in range(PINGS):
-            began_at = self._clock()
-            self.send(number, (), timeout_s)
-            frame = self.receive(max(0.0, until - self._clock()))
-            if frame is None:
-                self.close(f"an empty call was not answered in {timeout_s:.3g} s")
-                raise CallTimeout(f"{self.peer} did not answer an empty call in {timeout_s:.3g} s")
-            took_s.append(self._clock() - began_at)
-        return sorted(took_s)[PINGS // 2]
+        began_at = self._clock()
+        self.send(ECHO, (bytes(size),), timeout_s)
+        until = began_at + timeout_s
+        while (left_s := until - self._clock()) > 0:
+            frame = self.receive(left_s)
+            if frame is not None and frame[0] == ECHO:
+                return self._clock() - began_at
+        self.close(f"{size} bytes did not come back in {timeout_s:.3g} s")
+        raise CallTimeout(f"{self.peer} did not send {size} bytes back in {timeout_s:.3g} s")
 
     def _ready(self, events: int, timeout_s: float) -> int:
         """Which of the events, or the end, came within the time; 0 for none."""

@@ -19,7 +19,7 @@ class Availability:
     def __init__(self) -> None:
         self._paused: dict[PeerId, float] = {}  # until when (time.monotonic)
         self._late: dict[PeerId, RemoteCall] = {}  # computed a second way, and not answered yet
-        self._using: dict[PeerId, RemoteCall] = {}  # calls under way by express channels
+        self._using: dict[PeerId, object] = {}  # what is under way by express channels
         self._lock = threading.Lock()
 
     def pause(self, peer: PeerId) -> None:
@@ -39,21 +39,21 @@ class Availability:
                 return False
         return until is not None
 
-    def take_channel(self, call: RemoteCall) -> bool:
-        """Whether the call may use its peer's express channel; `leave_channel` when it has its answer, or gives up."""
+    def take_channel(self, peer: PeerId, user: object) -> bool:
+        """Whether the user may use the peer's express channel; `leave_channel` when it has its answer, or gives up."""
         with self._lock:
-            return self._using.setdefault(call.peer, call) is call
+            return self._using.setdefault(peer, user) is user
 
-    def leave_channel(self, call: RemoteCall) -> None:
-        if call.channel is not None:
-            with self._lock:
-                if self._using.get(call.peer) is call:
-                    del self._using[call.peer]
+    def leave_channel(self, peer: PeerId, user: object) -> None:
+        """Does nothing for who has not taken it."""
+        with self._lock:
+            if self._using.get(peer) is user:
+                del self._using[peer]
 
     def owes(self, call: RemoteCall) -> None:
         """A call was computed a second way: its peer gets nothing before it has answered, or failed to."""
         call.abandoned = True
-        self.leave_channel(call)
+        self.leave_channel(call.peer, call)
         with self._lock:
             self._late[call.peer] = call
 

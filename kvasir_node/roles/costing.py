@@ -16,9 +16,10 @@ from typing import TypeVar
 
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.costs import CostBook, Costs
-from kvasir_node.roles.measured import CallMeasured, ForwardMeasured
+from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LinkMeasured
 
 NOTES_MAX = 2048  # of a kind, between two plans; the eldest make room
+TRIP_AGAIN_S = 5.0
 TRIPS_MAX = 4096  # peers whose last round trip is remembered
 
 
@@ -42,9 +43,9 @@ class Costing:
         self._clock = clock
         self._decode, self._prompt = CostBook(borrow_s), CostBook(borrow_s)
         self._forwards: deque[tuple[float, ForwardMeasured]] = deque(maxlen=NOTES_MAX)
-        self._calls: deque[tuple[float, CallMeasured]] = deque(maxlen=NOTES_MAX)
+        self._calls: deque[tuple[float, CallMeasured | LinkMeasured]] = deque(maxlen=NOTES_MAX)
         self._trips: deque[tuple[float, PeerId, float]] = deque(maxlen=NOTES_MAX)
-        self._last_trips: Mapping[PeerId, float] = {}
+        self._last_trips: dict[PeerId, tuple[float, float]] = {}  # with when it was taken
 
     def forward_measured(self, measured: ForwardMeasured) -> None:
         if self.in_one_lane:
@@ -53,13 +54,20 @@ class Costing:
     def call_measured(self, measured: CallMeasured) -> None:
         self._calls.append((self._clock(), measured))
 
+    def link_measured(self, measured: LinkMeasured) -> None:
+        self._calls.append((self._clock(), measured))
+
     def round_trips_measured(self, trips: Mapping[PeerId, float]) -> None:
-        """Seconds of the last round trip of each peer; those that are as they were are the same ones."""
+        """Seconds of the last round trip of each peer. One that is as it was is still the best guess, and is taken
+        again now and then, or what is known of the way would fade."""
         now = self._clock()
-        self._trips.extend(
-            (now, peer, took_s) for peer, took_s in trips.items() if self._last_trips.get(peer) != took_s
-        )
-        self._last_trips = dict(list(trips.items())[:TRIPS_MAX])
+        last, self._last_trips = self._last_trips, {}
+        for peer, took_s in list(trips.items())[:TRIPS_MAX]:
+            known_s, known_at = last.get(peer, (-1.0, now))
+            is_due = took_s != known_s or now - known_at >= TRIP_AGAIN_S
+            if is_due:
+                self._trips.append((now, peer, took_s))
+            self._last_trips[peer] = (took_s, now if is_due else known_at)
 
     def costs(self, peers: Collection[PeerId]) -> tuple[Costs, Costs]:
         """Of decoding and of prompts, as of now; of these workers, also of those never heard of. One at a time."""
@@ -74,7 +82,16 @@ class Costing:
             self._decode.observe_round_trip(peer, took_s, at)
             self._prompt.observe_round_trip(peer, took_s, at)
         for at, call in _taken(self._calls):
-            self._take_call(call, at)
+            if isinstance(call, LinkMeasured):
+                self._take_link(call, at)
+            else:
+                self._take_call(call, at)
+
+    def _take_link(self, link: LinkMeasured, at: float) -> None:
+        for book in (self._decode, self._prompt):
+            book.forget_link(link.peer)
+            for size, took_s in link.trips:
+                book.observe_travel(link.peer, size, size, took_s, at)
 
     def _take_forward(self, forward: ForwardMeasured, at: float) -> None:
         book = self._decode if forward.rows <= self._decode_rows_max else self._prompt

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
-from kvasir_node.roles.measured import CallMeasured, Observer
+from kvasir_node.roles.measured import CallMeasured, LinkMeasured, Observer
 from kvasir_node.roles.peer_counts import COUNTS_MAX, PeerCounts
 from kvasir_node.roles.remote_call import RemoteCall, Result, Served
 from kvasir_node.roles.trials import Member, OwnSums, RunBlocking, TrialResult, Trials
@@ -55,6 +56,9 @@ NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
+TIMED_S = 10.0  # how far an express channel reaches is found out again when it was not used for so long
+ECHO_BYTES = (0, 65_536, 0, 65_536)  # what is sent there and back for it
+ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
 AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
 AWAY_GRACE_S = 10.0
 Invite = Callable[[PeerId, Callable[[ExpressChannel], None]], bytes | None]
@@ -121,6 +125,8 @@ class Crew:
         self._slice_at = {(e.layer, e.index): part for part in slices for e in part.experts()}
         self._members: dict[PeerId, Member] = {}
         self._channels: dict[PeerId, ExpressChannel] = {}
+        self._untimed: tuple[ExpressChannel, ...] = ()  # replaced as a whole
+        self._timed_at: dict[PeerId, float] = {}  # when something last went by its channel, on the loop's clock
         self._able: Mapping[int, Mapping[PeerId, frozenset[int]]] = {}  # by layer; replaced as a whole by the loop
         self._counts = PeerCounts(name_of)
         self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
@@ -188,6 +194,23 @@ class Crew:
     def channel(self, peer: PeerId) -> ExpressChannel | None:
         channel = self._channels.get(peer)
         return None if channel is None or channel.is_closed else channel
+
+    def untimed_channels(self) -> Collection[ExpressChannel]:
+        return self._untimed
+
+    def time_channel(self, channel: ExpressChannel) -> None:
+        trips: list[tuple[int, float]] = []
+        try:
+            trips += [(size, channel.echo_s(size, ECHO_TIMEOUT_S)) for size in ECHO_BYTES]
+        except KvasirError as error:
+            logger.info("the express channel to worker %s is not used: %s", channel.peer, error)
+        self._later(lambda: self._timed(channel, trips))
+
+    def _timed(self, channel: ExpressChannel, trips: Sequence[tuple[int, float]]) -> None:
+        self._untimed = tuple(each for each in self._untimed if each is not channel)
+        self._timed_at[channel.peer] = trio.current_time()
+        if self._observer is not None and trips:
+            self._observer.link_measured(LinkMeasured(channel.peer, trips))
 
     def replicas(self, layer: int, experts: Collection[int]) -> Collection[tuple[PeerId, float | None]]:
         able = [peer for peer, its in self._able.get(layer, {}).items() if its.issuperset(experts)]
@@ -266,6 +289,7 @@ class Crew:
             counts.refusals = 0
         self._used.update(served.calls)
         now = trio.current_time()
+        self._timed_at.update(dict.fromkeys(self._channels.keys() & served.calls.keys(), now))
         for peer, layer, experts in served.experts:
             for part in {self._slice_at[layer, index] for index in experts}:
                 self.ledger.right(peer, part, now, served=True)
@@ -353,6 +377,10 @@ class Crew:
             self._in_flight.discard(call)  # computed another way long ago, and nothing was sent there since
             if call.stream is not None:
                 call.stream.cancel(call.id)
+        silent_since = trio.current_time() - TIMED_S
+        self._untimed = tuple(
+            channel for peer, channel in self._channels.items() if self._timed_at.get(peer, -math.inf) < silent_since
+        )
 
     def _was_away(self, since: float, least_s: float) -> bool:
         """Whether this machine slept, or was too busy to look, for so long since then."""
@@ -387,7 +415,10 @@ class Crew:
             with self._times_lock:
                 self._times.observe(peer, result.pairs, result.took_s)
             if self._observer is not None and result.measured is not None:
-                self._observer.call_measured(result.measured)
+                measured = result.measured
+                if peer in self._channels and measured.computed_s is not None:
+                    measured = replace(measured, took_s=measured.computed_s)  # its calls go another way than its trials
+                self._observer.call_measured(measured)
             self._counts.of(peer).refusals = 0
             if self.ledger.right(peer, part, trio.current_time()):
                 logger.info("worker %s is proven for slice %s", self._name_of(peer), part)
@@ -464,19 +495,21 @@ class Crew:
                 return
             self._close_channel(member.peer, "another one was opened")
             self._channels[member.peer] = channel
+            self._untimed = (*self._untimed, channel)
             logger.info("worker %s is reached over an express channel", self._name_of(member.peer))
 
         invitation = self._invite(member.peer, arrived) if self._settings.express else None
         return () if invitation is None else (invitation,)
 
     def _close_channel(self, peer: PeerId, reason: str) -> None:
+        self._timed_at.pop(peer, None)
         channel = self._channels.pop(peer, None)
         if channel is not None:
             channel.close(reason)
 
     def round_trips(self) -> Mapping[PeerId, float]:
-        """Seconds, of the newest keepalive of each attached worker's connection."""
-        found = {peer: self._rtt_of(peer) for peer in self._members}
+        """Seconds, of the newest keepalive of each attached worker whose calls go by the loop."""
+        found = {peer: self._rtt_of(peer) for peer in self._members if peer not in self._channels}
         return {peer: rtt_s for peer, rtt_s in found.items() if rtt_s is not None}
 
     def _attach(self, member: Member, attachment: Attachment) -> None:

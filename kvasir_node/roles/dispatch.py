@@ -157,8 +157,16 @@ class FanoutDispatch:
 
     def begin(self, rows: int) -> None:
         self._tell_served()  # of a forward that raised
+        self._time_channels()
         self._forwards += 1
         self._forward = self._new_forward(rows)
+
+    def _time_channels(self) -> None:
+        """Finds out how far those peers are to whom nothing was sent for a while, from the thread that will send."""
+        for channel in self._crew.untimed_channels():
+            if self._common.availability.take_channel(channel.peer, channel):
+                self._crew.time_channel(channel)
+                self._common.availability.leave_channel(channel.peer, channel)
 
     def tally(self) -> RowTally:
         forward = self._forward
@@ -311,7 +319,7 @@ class FanoutDispatch:
 
     def _express(self, call: RemoteCall) -> bool:
         channel = self._crew.channel(call.peer)
-        if channel is None or not self._common.availability.take_channel(call):
+        if channel is None or not self._common.availability.take_channel(call.peer, call):
             return False
         call.channel = channel
         try:
@@ -329,7 +337,7 @@ class FanoutDispatch:
         waited_s = time.perf_counter() - began
         if result is None:
             return self._hedge(call, twin, totals, waited_s)
-        self._common.availability.leave_channel(call)
+        self._common.availability.leave_channel(call.peer, call)
         self._take(call, result, twin, totals)
         return waited_s
 
@@ -348,7 +356,7 @@ class FanoutDispatch:
         winner = self._race(call, other)
         waited_s += time.perf_counter() - began
         if winner is call and call.result is not None:
-            self._common.availability.leave_channel(call)
+            self._common.availability.leave_channel(call.peer, call)
             self._drop(other)
             self._take(call, call.result, twin, totals)
             return waited_s
@@ -447,7 +455,7 @@ class FanoutDispatch:
 
     def _time_out(self, call: RemoteCall) -> None:
         call.abandoned = True
-        self._common.availability.leave_channel(call)
+        self._common.availability.leave_channel(call.peer, call)
         self._common.availability.pause(call.peer)
         self._crew.failed(call, CallTimeout(f"no answer within {call.limits.deadline_s * 1000:.0f} ms"))
 
@@ -473,7 +481,7 @@ class FanoutDispatch:
         if result is None:
             self._time_out(twin)
             return None
-        self._common.availability.leave_channel(twin)
+        self._common.availability.leave_channel(twin.peer, twin)
         if isinstance(result, KvasirError):
             self._common.availability.pause(twin.peer)
             self._crew.failed(twin, result)
@@ -498,7 +506,7 @@ class FanoutDispatch:
         """Its answer is not needed any more; if it is under way it is passed over later."""
         if call is not None:
             if call.done.is_set or call.abandoned:
-                self._common.availability.leave_channel(call)
+                self._common.availability.leave_channel(call.peer, call)
             else:
                 self._common.availability.owes(call)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,8 @@ from contextlib import suppress
 import trio
 
 from kvasir_node.base.errors import BugError, KvasirError, PeerError
-from kvasir_node.net.express import ExpressChannel, answer_body
+from kvasir_node.net.express import ECHO, ExpressChannel, answer_body
+from kvasir_node.net.raw_link import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +30,12 @@ Answer = Callable[[memoryview], tuple[int, Sequence[bytes | memoryview]]]
 
 
 class ExpressCalls:
-    """Its methods belong to the trio loop; `run` starts the thread, which is a daemon."""
+    """Its methods belong to the trio loop; `run` starts the thread, which is a daemon. What comes with the call id ECHO
+    goes back as it is. Answers are sent `delay_s` late, as from a distance."""
 
-    def __init__(self, channel: ExpressChannel, answer: Answer) -> None:
+    def __init__(self, channel: ExpressChannel, answer: Answer, delay_s: float = 0.0) -> None:
         self._channel = channel
+        self._delay_s = delay_s
         self._answer = answer
         self._thread = threading.Thread(target=self._serve, name=f"express {channel.peer}", daemon=True)
         self._answered: deque[int] = deque()  # rows of calls that are not told yet
@@ -96,6 +100,9 @@ class ExpressCalls:
             self._token.run_sync_soon(act)
 
     def _serve_call(self, call_id: int, body: memoryview) -> None:
+        if call_id == ECHO:
+            self._send(call_id, [body])
+            return
         rows = 0
         result: Sequence[bytes | memoryview] | KvasirError
         try:
@@ -105,6 +112,11 @@ class ExpressCalls:
         except Exception as error:  # the one door for these calls: a bug must cost its call, not the channel
             logger.exception("a call over the express channel to coordinator %s failed", self._channel.peer)
             result = BugError(f"the handler failed: {type(error).__name__}")
-        self._channel.send(call_id, answer_body(result), SEND_S)
+        self._send(call_id, answer_body(result))
         if rows:
             self._answered.append(rows)
+
+    def _send(self, call_id: int, parts: Sequence[Buffer]) -> None:
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        self._channel.send(call_id, parts, SEND_S)

@@ -249,7 +249,7 @@ class Link:
             logger.info("coordinator %s offers no express channel: %s", self.coordinator, error)
             return False
         logger.info("coordinator %s is served over an express channel", self.coordinator)
-        self._express = ExpressCalls(channel, self._answer_express)
+        self._express = ExpressCalls(channel, self._answer_express, self._answer_delay_s)
         try:
             await self._express.run(self._computed)
         finally:
@@ -260,6 +260,4 @@ class Link:
         """In the channel's thread: which of a worker's coordinators is computed for first is the system's to say."""
         request = self._read(body)
         sums, computed_s = self._timed(request)
-        if self._answer_delay_s:
-            time.sleep(self._answer_delay_s)
         return request.rows.shape[0], answer_parts(sums, request.encoding, computed_s)

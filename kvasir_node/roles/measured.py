@@ -53,6 +53,15 @@ class CallMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """How long it took to send so many bytes to a peer and back, where nothing was computed for them. Its calls go that
+    way from now on: what was known of another one counts no more."""
+
+    peer: PeerId
+    trips: Sequence[tuple[int, float]]  # bytes one way, seconds
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasured:
     """One step of the engine. `requests`: those that it may have computed for; no tokens came of one that failed."""
 
@@ -71,4 +80,8 @@ class Observer(Protocol):
 
     def call_measured(self, measured: CallMeasured) -> None:
         """On the loop; of some calls and of all trials, not of every call."""
+        ...
+
+    def link_measured(self, measured: LinkMeasured) -> None:
+        """On the loop."""
         ...

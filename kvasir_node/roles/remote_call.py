@@ -165,6 +165,14 @@ class Crew(Protocol):
         """A peer's express channel, if it has one that is open."""
         ...
 
+    def untimed_channels(self) -> Collection[ExpressChannel]:
+        """Open ones of which it is not known, or not any more, how far they reach."""
+        ...
+
+    def time_channel(self, channel: ExpressChannel) -> None:
+        """Finds that out, in moments; nobody else may use the channel meanwhile."""
+        ...
+
     def replicas(self, layer: int, experts: Collection[int]) -> Collection[tuple[PeerId, float | None]]:
         """Proven peers that have all of a layer's experts, with how long a call to each takes about, if known."""
         ...

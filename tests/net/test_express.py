@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.net.express import (
+    ECHO,
     KEPT_BYTES,
     SEND_BUFFER_BYTES,
     DirectionKey,
@@ -380,3 +381,39 @@ def test_an_answer_is_a_result_whose_arrays_are_aligned_or_an_error(pair):
     for nothing in (b"", b"\x00", b"\x00\x00\x00", b"\x63text"):
         with pytest.raises(Misbehaved):
             result_of(memoryview(nothing))
+
+
+# How far it is ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_there_and_back_says_how_far_it_is_and_what_came_late_before_is_passed_over(pair):
+    ours, theirs = pair
+    seen = []
+
+    def send_back():
+        theirs.send(7, answer_body([b"late"]), 5.0)
+        for _ in range(2):
+            call_id, body = received(theirs)
+            seen.append((call_id, len(body)))
+            time.sleep(0.02)
+            theirs.send(call_id, [body], 5.0)
+
+    thread = threading.Thread(target=send_back)
+    thread.start()
+    took_s = [ours.echo_s(size, 5.0) for size in (0, 65_536)]
+    thread.join()
+    assert seen == [(ECHO, 0), (ECHO, 65_536)]
+    assert all(0.02 <= each < 5.0 for each in took_s)
+
+
+def test_law_5_who_sends_nothing_back_loses_the_channel(pair):
+    ours, _ = pair
+    with pytest.raises(CallTimeout, match="did not send 100 bytes back"):
+        ours.echo_s(100, 0.02)
+    assert ours.is_closed
+
+
+def received(channel: ExpressChannel) -> tuple[int, memoryview]:
+    frame = channel.receive(5.0)
+    assert frame is not None
+    return frame

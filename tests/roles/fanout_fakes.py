@@ -115,6 +115,8 @@ class FakeCrew:
         self.reports: list[tuple[PeerId, KvasirError | None, bool]] = []
         self.heard: list[Served] = []
         self.timed: list[RemoteCall] = []
+        self.untimed: list[ExpressChannel] = []
+        self.echoed: list[float] = []
         self.offered: list[int] = []
 
     @property
@@ -126,6 +128,13 @@ class FakeCrew:
 
     def channel(self, peer: PeerId) -> ExpressChannel | None:
         return self.channels.get(peer)
+
+    def untimed_channels(self) -> list[ExpressChannel]:
+        return self.untimed
+
+    def time_channel(self, channel: ExpressChannel) -> None:
+        self.untimed.remove(channel)
+        self.echoed.append(channel.echo_s(100, 5.0))
 
     def replicas(self, layer: int, experts: Collection[int]) -> list[tuple[PeerId, float | None]]:
         return [(peer, 0.0) for peer, its in self.able.items() if its.issuperset(experts)]

@@ -5,7 +5,7 @@ import pytest
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.costs import LINK_PRIOR
 from kvasir_node.roles.costing import NOTES_MAX, Costing
-from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured
+from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured, LinkMeasured
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 
@@ -80,20 +80,35 @@ def test_a_call_that_does_not_say_how_long_it_was_computed_is_taken_apart_by_wha
     assert prompt.rtt_s == pytest.approx(0.05, rel=0.2)
 
 
-def test_a_round_trip_counts_once_however_often_it_is_told_and_of_whom_nothing_is_known_the_prior_speaks():
+def test_a_round_trip_that_stays_as_it_was_is_taken_again_now_and_then_and_does_not_fade():
     costing, clock = open_costing()
-    costing.round_trips_measured({ANN: 0.05})
     for _ in range(5):
         costing.round_trips_measured({ANN: 0.05})
-    clock.now = 300.0
-    costing.round_trips_measured({ANN: 0.05})
-    decode, prompt = costing.costs([ANN, BOB])
-    for costs in (decode, prompt):
-        assert set(costs.workers) == {ANN, BOB}
-        assert costs.workers[BOB].rtt_s == LINK_PRIOR[0]
-        assert costs.workers[ANN].rtt_s == pytest.approx(LINK_PRIOR[0], rel=0.1)  # seen once, long ago
-    costing.round_trips_measured({ANN: 0.06})
-    assert costing.costs([ANN])[0].workers[ANN].rtt_s > 0.03
+    assert len(costing._trips) == 1
+    for _ in range(10):
+        clock.now += 30.0
+        costing.round_trips_measured({ANN: 0.05})
+        decode, prompt = costing.costs([ANN, BOB])
+        for costs in (decode, prompt):
+            assert costs.workers[ANN].rtt_s > 0.03
+            assert costs.workers[BOB].rtt_s == LINK_PRIOR[0]  # of whom nothing is known the prior speaks
+    clock.now += 300.0
+    assert costing.costs([ANN])[0].workers[ANN].rtt_s == pytest.approx(LINK_PRIOR[0], rel=0.1)  # told no more
+
+
+def test_another_way_to_a_peer_makes_what_was_known_of_the_old_one_void():
+    costing, _ = open_costing()
+    for _ in range(8):
+        costing.call_measured(call(32, 0.6, 0.1))
+    assert costing.costs([ANN])[0].workers[ANN].rtt_s > 0.1
+    costing.link_measured(LinkMeasured(ANN, [(0, 0.0002), (65_536, 0.0004)] * 2))
+    for costs in costing.costs([ANN]):
+        worker = costs.workers[ANN]
+        assert worker.rtt_s == pytest.approx(0.0002, rel=0.2)
+        way_s = worker.rtt_s + 65_536 * (worker.sent_byte_s + worker.received_byte_s)
+        assert way_s == pytest.approx(0.0004, rel=0.2)
+    decode = costing.costs([ANN])[0].workers[ANN]
+    assert decode.call_s + 4 * decode.expert_s + 32 * decode.pair_s == pytest.approx(0.1, rel=0.1)  # it is as quick
 
 
 def test_law_7_notes_that_nobody_reads_are_bounded():

@@ -238,6 +238,14 @@ async def test_a_call_without_rows_is_answered_and_not_counted(tmp_path):
     assert ends.rows == []
 
 
+async def test_an_echo_comes_back_as_late_as_any_answer_and_is_not_counted(tmp_path):
+    async with ends_with(tmp_path, answer_delay_s=0.05) as ends:
+        channel = await ends.attached()
+        for size in (0, 10_000):
+            assert 0.05 <= await trio.to_thread.run_sync(channel.echo_s, size, 5.0) < 5.0
+    assert ends.rows == []
+
+
 async def test_answers_of_a_far_worker_are_held_back(tmp_path):
     async with ends_with(tmp_path, answer_delay_s=0.05) as ends:
         await ends.attached()

@@ -29,7 +29,7 @@ from fanout_fakes import (
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Unreachable
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.trunk import LocalDispatch
-from kvasir_node.net.express import DirectionKey, ExpressChannel, answer_body
+from kvasir_node.net.express import ECHO, DirectionKey, ExpressChannel, answer_body
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured
 from kvasir_node.wire.tensors import answer_parts, read_request
 
@@ -111,13 +111,13 @@ def test_who_owes_an_answer_gets_nothing_until_it_has_come_and_then_it_is_droppe
 
 
 def test_law_8_who_does_not_answer_before_the_deadline_either_has_failed_once(own, truth):
-    crew = FakeCrew({ANN: silent}, 0.02, hedge_s=0.0)
+    crew = FakeCrew({ANN: silent}, LONG_S, hedge_s=0.0)
     dispatch = make_dispatch(own, crew)
     follow(dispatch, route_of(ANN, None))
     dispatch.begin(5)
     assert is_true(truth, dispatch, 1)
     assert crew.reports == []
-    time.sleep(0.03)
+    crew.calls[0].sent_at -= LONG_S
     assert is_true(truth, dispatch, 2)
     ((peer, error, wrong),) = crew.reports
     assert (peer, wrong, isinstance(error, CallTimeout)) == (ANN, False, True)
@@ -245,6 +245,9 @@ class ExpressWorker:
                 frame = self.far.receive(10.0)
                 if frame is None:
                     return
+                if frame[0] == ECHO:
+                    self.far.send(ECHO, [frame[1]], 5.0)
+                    continue
                 self.requests += 1
                 result = self.answer(read_request(frame[1], hidden_size=16))
                 if result is not None:
@@ -306,6 +309,22 @@ def test_a_call_goes_by_the_express_channel_and_what_it_took_is_told(own, truth,
     assert all(each.took_s > 0 and each.activated <= each.pairs for each in measured)
     assert len(heard.forwards) == 2 * len(LAYERS)
     assert all(each.layer is not None and each.own_call_s and each.trunk_s > 0 for each in heard.forwards)
+
+
+def test_how_far_a_channel_reaches_is_found_out_before_a_forward_and_not_beside_a_call(own, truth, express):
+    crew = FakeCrew({}, LONG_S)
+    worker = express(lambda request: answer_parts(own.sums(request)), crew)
+    dispatch = make_dispatch(own, crew)
+    crew.untimed.append(worker.channel)
+    dispatch._common.availability.take_channel(ANN, "a call")
+    dispatch.begin(5)
+    assert crew.echoed == []
+    dispatch._common.availability.leave_channel(ANN, "a call")
+    dispatch.begin(5)
+    assert len(crew.echoed) == 1
+    follow(dispatch, route_of(ANN))
+    assert is_true(truth, dispatch, 1)
+    assert worker.requests == 1
 
 
 def test_a_second_forward_beside_it_goes_by_the_loop(own, truth, express):

@@ -378,6 +378,7 @@ class Coordinator:
             busy=admission.busy,
             queued=admission.queued,
             wants=wanted,
+            refused=self.crew.ledger.refused(),
         )
 
     def hubs_changed(self) -> None:

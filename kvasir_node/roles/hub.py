@@ -241,6 +241,7 @@ class Hub:
             addresses=said.addresses,
             wants=said.wants,
             near_rtt_s=said.near_rtt_s,
+            refused=said.refused,
         )
         refused = self._market.report(demand, trio.current_time(), self._wall())
         if refused is not None:

@@ -75,6 +75,7 @@ BLOCKS_PROTOCOL = "/kvasir/blocks/1.0.0"
 MESSAGE_BYTES_MAX = 1 << 20
 TABLE_BYTES_MAX = 60_000  # under gossipsub's 64 KiB
 RENEWALS_MAX = 256  # leases in one message; a worker with more sends several
+REFUSED_MAX = 256  # told in one record of demand, those that came last
 ROUND_TRIPS_MAX = 64  # told in one poll
 NEAR_RTT_S = 0.005  # of what a coordinator calls near when it has measured nothing better: one local network
 _CLOCK_MAX = 1e11  # seconds since 1970
@@ -118,6 +119,7 @@ class DemandRecord:
     busy: int
     queued: int
     wants: tuple[Wanted, ...]  # ascending by slice
+    refused: tuple[PeerId, ...] = ()  # workers that it will not use, as they answered wrong, or not, more than once
     near_rtt_s: float = NEAR_RTT_S  # nearer workers help with a share of every layer, others with whole layers
 
     def to_bytes(self) -> bytes:
@@ -136,6 +138,7 @@ class DemandRecord:
                 "busy": self.busy,
                 "queued": self.queued,
                 "near": float(self.near_rtt_s),
+                "refused": [str(peer) for peer in self.refused[-REFUSED_MAX:]],
                 **spell_wants(self.wants),
             }
         )
@@ -157,9 +160,11 @@ class DemandRecord:
             busy=fields.integer("busy", 0, COUNT_MAX),
             queued=fields.integer("queued", 0, COUNT_MAX),
             near_rtt_s=fields.number("near", 0, _SECONDS_MAX),
+            refused=fields.items("refused", REFUSED_MAX, read_peer),
             wants=read_wants(fields),
         )
         fields.end()
+        no_repeats("refused peer", record.refused)
         return record
 
 

@@ -119,6 +119,7 @@ class FakeCoordinator:
         self.sequence = 0
         self.epoch = 1
         self.issued_ahead_s = 0.0
+        self.refused: tuple[PeerId, ...] = ()
         transport.set_handler(BLOCKS_PROTOCOL, self.blocks.serve)
         transport.set_handler(EXPERTS_PROTOCOL, self.serve)
 
@@ -187,6 +188,7 @@ class FakeCoordinator:
             busy=1,
             queued=1,
             wants=tuple(sorted(wants, key=lambda wanted: wanted.slice)),
+            refused=self.refused,
         )
         return seal(DEMAND_KIND, record.to_bytes(), self.transport.peer_id, self.transport.sign)
 

@@ -77,6 +77,20 @@ async def test_demand_is_offered_leased_renewed_released_and_shown(autojump_cloc
         assert (snapshot.coordinators, snapshot.leases, snapshot.idle_nodes) == (1, 1, 1)
 
 
+async def test_whom_its_coordinator_refuses_loses_the_lease_and_waits(autojump_clock, tmp_path):
+    async with open_world(tmp_path) as world:
+        carl = world.coordinator
+        carl.wants = with_slices(SLICES[:1])
+        await carl.report(world.hub)
+        assert isinstance(await poll(world), Offer)
+        carl.refused = (ANN,)
+        await carl.report(world.hub)
+        assert world.hub.snapshot().leases == 0
+        assert isinstance(await poll(world), NoOffer)
+        await trio.sleep(5)
+        assert isinstance(await poll(world, BOB), Offer)
+
+
 async def test_many_leases_are_renewed_and_given_back_in_one_message(autojump_clock, tmp_path):
     async with open_world(tmp_path) as world:
         world.coordinator.wants = with_slices()

@@ -138,6 +138,7 @@ demands = st.builds(
     queued=counts,
     wants=wants,
     near_rtt_s=seconds,
+    refused=st.lists(peer_ids, max_size=3, unique=True).map(tuple),
 )
 tables = st.builds(
     lambda rows, **fields: DemandTable(
@@ -286,6 +287,8 @@ def test_a_row_is_never_open_by_less_than_nothing():
         ({"slices": spell_slices([PART, PART])}, "slices that ascend"),
         ({"slices": spell_slices([PART])}, "1 numbers"),
         ({"peers": ["bob", "bob"]}, "a proven peer is listed twice"),
+        ({"refused": ["eve", "eve"]}, "a refused peer is listed twice"),
+        ({"refused": [f"eve {n}" for n in range(257)]}, "at most 256 items"),
         ({"peers": ["bob"]}, "a whole number from 0 to 0"),
         ({"peers": ["bob", "ann", "carl"]}, "named that nothing refers to"),
         ({"peers": ["bob", "x" * 65]}, "text of at most 64"),

@@ -202,6 +202,8 @@ class Placement:
         known, came = self._hubs, [hub for hub in hubs if hub not in self._hubs]
         self._hubs = (*came, *(hub for hub in known if hub in hubs))
         for held in self._held.values():
+            if self._hubs and held.hub not in self._hubs:
+                held.hub = self._hubs[0]  # and stays with it: two hubs that renew one lease would count it twice
             if came and (held.unanswered or held.hub in came):
                 soon_s = self._chance.uniform(0, 0.25) * self._limits.renew_interval_s
                 held.renew_at = min(held.renew_at, now + soon_s)

@@ -25,6 +25,7 @@ from kvasir_node.base.settings import Settings, data_dir_of, default_config_path
 from kvasir_node.surfaces.bench import bench_app
 from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of, say
 from kvasir_node.surfaces.library_commands import library_app
+from kvasir_node.surfaces.sim_command import sim_app
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.client import NodeClient
@@ -45,6 +46,7 @@ config_app = typer.Typer(help="Settings: where they are, and where each value co
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(library_app)
+app.add_typer(sim_app)
 
 
 @dataclass(frozen=True)

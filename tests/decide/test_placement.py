@@ -422,13 +422,35 @@ def test_when_proof_ends_while_no_hub_answers_the_lease_ends_too():
     assert Drain(lease()) in player.hears(Tick())
 
 
-@pytest.mark.parametrize(("came", "after_s"), [(HUB, 0.375), (HUB_2, 3.0)])
-def test_a_hub_that_came_back_hears_soon_of_the_leases_it_had_granted(came, after_s):
+def test_a_lease_whose_hub_is_gone_stays_with_the_one_that_took_it_over():
+    player = at_stage(Stage.SERVING)
+    player.hears(HubsKnown((HUB, HUB_2, CARL)))
+    player.hears(HubsKnown((HUB_2, CARL)))
+    asked = set()
+    for _ in range(40):  # polls meanwhile go to the hubs in turn
+        for command in player.ticks():
+            if isinstance(command, RenewLeases):
+                asked.add(command.hub)
+                player.hears(Renewed("lease 1", 15.0))
+            elif isinstance(command, PollHub):
+                player.hears(NothingOffered(0.5))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "after_s"),
+    [
+        ((), (HUB,), 0.375),  # it was restarted and knows nothing
+        ((), (HUB_2,), 0.375),  # it takes the lease over
+        ((HUB,), (HUB, HUB_2), 3.0),  # another one is no reason to hurry
+    ],
+)
+def test_a_hub_that_came_hears_soon_of_the_leases_that_it_will_renew(before, after, after_s):
     player = at_stage(Stage.SERVING)
     player.waits_for(RenewLeases)
     renewed_at = player.now
-    player.hears(HubsKnown(()))
-    player.hears(HubsKnown((came,)))  # another hub is no reason to hurry
+    player.hears(HubsKnown(before))
+    player.hears(HubsKnown(after))
     player.waits_for(RenewLeases)
     assert player.now == renewed_at + after_s
 

@@ -104,6 +104,7 @@ class MarketSettings:
     slice_bytes: int = 16 * MIB  # a slice of experts is at most this large (or one expert)
     slices_max: int = 4096  # of one model
     surge_copies_max: int = 2  # copies of a slice wanted at full pressure, beyond what is missing
+    surge_decay_s: float = 5 * SECONDS  # ... and one fewer each time that this machine alone would have done so long
     report_interval_s: float = 1 * SECONDS  # coordinator to hub while demand changes
     demand_ttl_s: float = 30 * SECONDS  # a report of demand counts this long
     gossip_interval_min_s: float = 1 * SECONDS  # between two tables of one hub while demand changes
@@ -183,6 +184,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "market.renew_interval_s": 10.0,
         "market.tenure_min_s": 60.0,
         "market.surplus_grace_s": 30.0,
+        "market.surge_decay_s": 30.0,
         "fanout.deadline_floor_s": 0.3,
         "fanout.deadline_ceiling_s": 5.0,
         "network.connect_timeout_s": 10.0,

@@ -24,41 +24,13 @@ class Wanted:
     proven: tuple[PeerId, ...]
 
 
-def demand_for(
-    *,
-    slices: Sequence[SliceId],
-    held: Mapping[int, frozenset[int]],
-    proven: Sequence[tuple[PeerId, SliceId]],
-    heat: Mapping[int, Sequence[float]],
-    saturated: bool,
-    pressure: float,
-    surge_copies_max: int,
-    base_copies: int = 1,
-) -> tuple[Wanted, ...]:
-    """Copies wanted of each slice, only those with something to say (want or proven above zero).
-
-    A slice with an expert that is not held here wants `base_copies` always. While saturated each slice wants a surge
-    of copies in proportion to pressure = (busy + queued) / slots: one from 1 on, one more each time it doubles,
-    up to `surge_copies_max`; a slice used less than half as much as the average one wants one copy fewer, but a
-    first copy is never denied: where all slices are alike all of them should leave together.
-    """
-    mean = _mean_heat(slices, heat)
-    holders: dict[SliceId, list[PeerId]] = {}
-    for peer, part in proven:
-        holders.setdefault(part, []).append(peer)
-    found: list[Wanted] = []
-    for part in slices:
-        missing = any(index not in held.get(part.layer, frozenset()) for index in range(part.first, part.last + 1))
-        want = base_copies if missing else 0
-        if saturated:
-            surge = surge_copies(pressure, surge_copies_max)
-            if surge > 1 and slice_heat(part, heat) < mean / 2:
-                surge -= 1
-            want += surge
-        copies = tuple(sorted(holders.get(part, ())))
-        if want or copies:
-            found.append(Wanted(part, want, copies))
-    return tuple(found)
+def missing_slices(slices: Iterable[SliceId], held: Mapping[int, frozenset[int]]) -> frozenset[SliceId]:
+    """Those with an expert that is not held here."""
+    return frozenset(
+        part
+        for part in slices
+        if any(index not in held.get(part.layer, frozenset()) for index in range(part.first, part.last + 1))
+    )
 
 
 def surge_copies(pressure: float, most: int) -> int:
@@ -80,23 +52,29 @@ def _mean_heat(slices: Sequence[SliceId], heat: Mapping[int, Sequence[float]]) -
     return sum(slice_heat(part, heat) for part in slices) / len(slices) if slices else 0.0
 
 
-SURGE_DECAY_S = 30.0  # the surge loses a copy each time the load was light for so long ...
-SURGE_DECAY_MAX_S = 480.0  # ... and twice as long each time that a copy comes back soon after it had gone, up to this
-SURGE_SOON_S = 600.0  # soon = within this
+DECAY_FACTOR_MAX = 16.0  # the surge's decay takes twice as long each time that a copy comes back soon, up to this
+SOON = 20.0  # soon = within so many times the decay's time after it had gone
 LIGHT_LOAD = 0.75  # light = less than this share of what this machine can do alone; above it the queue would come back
 COLD, WARM = 0.4, 0.6  # of the average heat: below a slice becomes cold, above it is warm again
 
 
 class Demands:
-    """The wants of one coordinator over time. `surge` = copies of each slice beyond what is missing."""
+    """The wants of one coordinator over time. `surge` = copies of each slice beyond what is missing.
 
-    def __init__(self, slices: Sequence[SliceId], surge_copies_max: int, base_copies: int = 1) -> None:
+    A slice with an expert that is not held here wants `base_copies` always. While saturated each slice wants a surge of
+    copies in proportion to pressure = (busy + queued) / slots: one from 1 on, one more each time it doubles, up to
+    `surge_copies_max`; of a second copy and more a slice that is used little wants one fewer, but a first one is never
+    denied: where all slices are alike all of them should leave together. The surge loses a copy each time the load was
+    light for `decay_s`.
+    """
+
+    def __init__(self, slices: Sequence[SliceId], surge_copies_max: int, decay_s: float, base_copies: int = 1) -> None:
         self._slices = tuple(slices)
         self._surge_copies_max = surge_copies_max
         self._base_copies = base_copies
         self._cold: frozenset[SliceId] = frozenset()
         self._light_since: float | None = None
-        self._decay_s = SURGE_DECAY_S
+        self._decay_least_s = self._decay_s = decay_s
         self._fell_at = -math.inf
         self._told: dict[SliceId, Wanted] = {}
         self.surge = 0
@@ -104,8 +82,9 @@ class Demands:
     def observe(self, now: float, *, saturated: bool, pressure: float, load: float) -> None:
         """`load` = what is done per second now, as a share of what this machine alone could do per second."""
         if saturated and (copies := surge_copies(pressure, self._surge_copies_max)) > self.surge:
-            came_back = now - self._fell_at < SURGE_SOON_S + self._decay_s
-            self._decay_s = min(SURGE_DECAY_MAX_S, 2 * self._decay_s) if came_back else SURGE_DECAY_S
+            least_s = self._decay_least_s
+            came_back = now - self._fell_at < SOON * least_s + self._decay_s
+            self._decay_s = min(DECAY_FACTOR_MAX * least_s, 2 * self._decay_s) if came_back else least_s
             self.surge, self._fell_at = copies, -math.inf
         if saturated or load >= LIGHT_LOAD or not self.surge:
             self._light_since = None

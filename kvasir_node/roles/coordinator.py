@@ -8,6 +8,7 @@ are served; every decision is made in decide/.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,7 @@ from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
-from kvasir_node.decide.demand import Wanted, demand_for
+from kvasir_node.decide.demand import Demands, Wanted, missing_slices
 from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
@@ -170,7 +171,9 @@ class Coordinator:
         )
         self._mismatches = 0  # seen so far
         self._was_spread = False
-        self._peak_pressure = 0.0  # since saturation began: demand must not flap with every request that ends
+        self._demands = Demands(self.slices, settings.market.surge_copies_max, settings.market.surge_decay_s)
+        self._work = 0.0  # that is asked for, as a share of what this machine could do alone, smoothed
+        self._work_at = -math.inf
         self._demand_changed = trio.Event()
         self._told: tuple[Wanted, ...] | None = None  # what the hubs heard last
         self._sequence = 0
@@ -276,7 +279,7 @@ class Coordinator:
 
     def _load_changed(self) -> None:
         saturated = self.desk.saturated
-        self._peak_pressure = max(self._peak_pressure, self.desk.admission.pressure) if saturated else 0.0
+        self._observe_load()
         if self._spread != self._was_spread:
             self._was_spread = self._spread
             self.crew.trials.set_scope(self._trial_scope)
@@ -334,19 +337,25 @@ class Coordinator:
                 self._world_changed(frozenset(self.manifest.layers))
             if self._trial_scope is not TrialScope.NONE:
                 self.crew.trials.plan()
+            self._observe_load()
 
     # Demand ---------------------------------------------------------------------------------------------------
 
     def demand(self) -> tuple[Wanted, ...]:
-        return demand_for(
-            slices=self.slices,
-            held=self._model.held,
-            proven=self.crew.ledger.proven(),
-            heat=self.dispatch.heat(),
-            saturated=self._settings.fanout.enabled and self.desk.saturated,
-            pressure=self._peak_pressure,
-            surge_copies_max=self._settings.market.surge_copies_max,
-        )
+        return self._demands.wants(missing_slices(self.slices, self._model.held), self.crew.ledger.proven())
+
+    def _observe_load(self) -> None:
+        """How much of the surge is still justified. Without workers, who make us faster, more slots would be busy."""
+        now, admission, demands = trio.current_time(), self.desk.admission, self._demands
+        share = admission.busy / self._settings.coordinator.slots * (self.steering.measured_gain or 1.0)
+        self._work += (share - self._work) * min(1.0, (now - self._work_at) / self._settings.market.surge_decay_s)
+        self._work_at = now
+        surge = demands.surge
+        saturated = self._settings.fanout.enabled and self.desk.saturated
+        demands.observe(now, saturated=saturated, pressure=admission.pressure, load=self._work)
+        if demands.surge != surge:
+            demands.note_heat(self.dispatch.heat())
+            self._demand_changed.set()
 
     async def _report_demand(self, send: SendDemand, addresses: Callable[[], Sequence[str]]) -> None:
         """Tells the hubs: at once when demand changed (at most once per interval), and again before it expires."""

@@ -46,7 +46,7 @@ class CoordinatorNode:
         self._chance = random.Random(world.chance.getrandbits(64))
         self.slices = model.slices()
         self._missing = frozenset() if model.is_held else frozenset(self.slices)
-        self.demands = Demands(self.slices, world.market.surge_copies_max)
+        self.demands = Demands(self.slices, world.market.surge_copies_max, world.market.surge_decay_s)
         self.admission = Admission(ADMISSION)
         self.engine = SharedEngine(model.alone_tokens_s, model.slots, gain(0.0, is_held=model.is_held))
         fanout = world.fanout

@@ -4,12 +4,11 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.demand import (
-    SURGE_DECAY_MAX_S,
-    SURGE_DECAY_S,
-    SURGE_SOON_S,
+    DECAY_FACTOR_MAX,
+    SOON,
     Demands,
     Wanted,
-    demand_for,
+    missing_slices,
     slice_heat,
     surge_copies,
 )
@@ -20,16 +19,15 @@ ALL, NONE = {0: frozenset(range(4))}, {0: frozenset[int]()}
 STEADY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
+DECAY_S = 30.0
+
+
 def demand(held, *, saturated=False, pressure=0.0, proven=(), heat=None, most=2) -> tuple[Wanted, ...]:
-    return demand_for(
-        slices=(LOW, HIGH),
-        held=held,
-        proven=proven,
-        heat={} if heat is None else heat,
-        saturated=saturated,
-        pressure=pressure,
-        surge_copies_max=most,
-    )
+    """Of a coordinator that has just begun."""
+    demands = Demands((LOW, HIGH), most, DECAY_S)
+    demands.observe(0.0, saturated=saturated, pressure=pressure, load=0.0)
+    demands.note_heat({} if heat is None else heat)
+    return demands.wants(missing_slices((LOW, HIGH), held), proven)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +65,8 @@ def test_playbook_of_a_surge():
     assert demand(ALL) == ()
     assert demand(ALL, saturated=True, pressure=1.0) == (Wanted(LOW, 1, ()), Wanted(HIGH, 1, ()))
     served = demand(ALL, saturated=True, pressure=2.0, proven=proven)
-    assert served == (Wanted(LOW, 2, (ANN, BOB)), Wanted(HIGH, 2, ()))
-    assert demand(ALL, proven=proven) == (Wanted(LOW, 0, (ANN, BOB)),)  # so that hubs see what is surplus
+    assert served == (Wanted(LOW, 2, (BOB, ANN)), Wanted(HIGH, 2, ()))
+    assert demand(ALL, proven=proven) == (Wanted(LOW, 0, (BOB, ANN)),)  # so that hubs see what is surplus
     assert demand(ALL) == ()
 
 
@@ -113,7 +111,7 @@ def test_every_proven_copy_is_told_once(proven):
 
 
 def at_full_surge() -> Demands:
-    demands = Demands((LOW, HIGH), 2)
+    demands = Demands((LOW, HIGH), 2, DECAY_S)
     demands.observe(0.0, saturated=True, pressure=2.0, load=1.0)
     assert demands.surge == 2
     return demands
@@ -147,8 +145,8 @@ def test_a_light_moment_is_not_enough():
 def test_a_surge_that_came_back_counts_from_anew():
     demands = at_full_surge()
     demands.observe(1.0, saturated=False, pressure=0.0, load=0.0)
-    assert demands.next_at() == 1.0 + SURGE_DECAY_S
-    demands.observe(1.0 + SURGE_DECAY_S, saturated=False, pressure=0.0, load=0.0)
+    assert demands.next_at() == 1.0 + DECAY_S
+    demands.observe(1.0 + DECAY_S, saturated=False, pressure=0.0, load=0.0)
     assert demands.surge == 1
     demands.observe(32.0, saturated=True, pressure=9.0, load=2.0)
     assert demands.surge == 2
@@ -169,10 +167,10 @@ def test_a_surge_that_comes_back_soon_after_it_had_gone_stays_longer_each_time_u
     while demands.surge:
         now += 1.0
         demands.observe(now, saturated=False, pressure=0.0, load=0.5)
-    now += SURGE_SOON_S + SURGE_DECAY_MAX_S
+    now += DECAY_S * (SOON + DECAY_FACTOR_MAX)
     demands.observe(now, saturated=True, pressure=1.0, load=1.5)  # after a long rest all is forgotten
     demands.observe(now + 1, saturated=False, pressure=0.0, load=0.5)
-    assert demands.next_at() == now + 1 + SURGE_DECAY_S
+    assert demands.next_at() == now + 1 + DECAY_S
 
 
 def test_wants_are_the_base_and_the_surge_and_what_is_proven_in_the_order_given():
@@ -201,7 +199,7 @@ def test_a_slice_between_cold_and_warm_stays_what_it_was():
 @STEADY
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 8), st.floats(0, 3), st.floats(0.1, 100)), max_size=60))
 def test_a_surge_is_bounded_and_falls_by_one_copy_in_so_many_seconds_at_most(steps):
-    demands, now, fell_at = Demands((LOW,), 3), 0.0, float("-inf")
+    demands, now, fell_at = Demands((LOW,), 3, DECAY_S), 0.0, float("-inf")
     for saturated, pressure, load, passed_s in steps:
         now += passed_s
         before = demands.surge
@@ -209,5 +207,5 @@ def test_a_surge_is_bounded_and_falls_by_one_copy_in_so_many_seconds_at_most(ste
         assert 0 <= demands.surge <= 3
         if demands.surge < before:
             assert before - demands.surge == 1
-            assert now - fell_at >= SURGE_DECAY_S
+            assert now - fell_at >= DECAY_S
             fell_at = now

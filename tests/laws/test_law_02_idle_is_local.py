@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.admission import Admission, AdmissionLimits, Load
 from kvasir_node.decide.costs import CostBook
-from kvasir_node.decide.demand import demand_for
+from kvasir_node.decide.demand import Demands, missing_slices
 from kvasir_node.decide.planner import PlanLimits, plan
 from kvasir_node.decide.prediction import Scene
 from kvasir_node.decide.routes import at_home, shares_held
@@ -38,15 +38,10 @@ def test_whoever_is_proven_no_held_expert_leaves_while_calm(held, proven, heat):
 @given(proven_pairs, heats, st.floats(0, 100))
 def test_who_holds_everything_asks_for_nothing_while_calm(proven, heat, pressure):
     everything = {layer: frozenset(range(EXPERTS)) for layer in (0, 1)}
-    found = demand_for(
-        slices=SLICES,
-        held=everything,
-        proven=proven,
-        heat=heat,
-        saturated=False,
-        pressure=pressure,
-        surge_copies_max=4,
-    )
+    demands = Demands(SLICES, 4, 5.0)
+    demands.observe(0.0, saturated=False, pressure=pressure, load=1.0)
+    demands.note_heat(heat)
+    found = demands.wants(missing_slices(SLICES, everything), proven)
     assert all(wanted.want == 0 for wanted in found)
 
 

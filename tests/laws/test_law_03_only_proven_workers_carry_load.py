@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.costs import CostBook
-from kvasir_node.decide.demand import demand_for
+from kvasir_node.decide.demand import Demands
 from kvasir_node.decide.ledger import Ledger, LedgerLimits, Standing
 from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
 from kvasir_node.decide.planner import PlanLimits, plan
@@ -44,15 +44,9 @@ def planned_for(proven: tuple[tuple[PeerId, SliceId], ...]) -> tuple[PeerId | No
 
 def told(ledger: Ledger) -> set[tuple[PeerId, SliceId]]:
     """Which copies the market hears of as proven."""
-    found = demand_for(
-        slices=(LOW, HIGH),
-        held={},
-        proven=ledger.proven(),
-        heat={},
-        saturated=True,
-        pressure=1.0,
-        surge_copies_max=1,
-    )
+    demands = Demands((LOW, HIGH), 1, 5.0)
+    demands.observe(0.0, saturated=True, pressure=1.0, load=1.0)
+    found = demands.wants((LOW, HIGH), ledger.proven())
     return {(peer, wanted.slice) for wanted in found for peer in wanted.proven}
 
 
@@ -137,7 +131,7 @@ def test_at_the_hub_a_lease_counts_as_leased_whatever_its_worker_claims():
     model = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
     limits = MarketLimits(15.0, 60.0, 10.0, 5.0, 100, 10, 600.0, 2.0)
     market = Market(limits, "hub", -100.0)
-    wants = demand_for(slices=(LOW,), held={}, proven=(), heat={}, saturated=False, pressure=0.0, surge_copies_max=0)
+    wants = Demands((LOW,), 0, 5.0).wants((LOW,), ())
     market.report(Demand(PeerId("carl"), 1, 1, 0.0, 1000.0, model, "float32", 1, (), wants), 0.0, 0.0)
     offer = market.poll(PEERS[0], memory_bytes=1, have=[(model, LOW)], busy=(), now=0.0)
     assert isinstance(offer, LeaseOffer)

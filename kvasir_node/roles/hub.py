@@ -48,6 +48,7 @@ IN_FLIGHT_MAX = 16  # calls of one peer
 MODELS_MAX = 4096  # whose names are remembered
 TABLE_OVERHEAD_BYTES = 430  # gossipsub's envelope 190, our signature and proof of membership 200, transport 40
 MESH_COPIES = 3.0  # of a table that a node sees: half of a mesh's degree of 6, as each link carries it once
+BUDGET_HUBS_MAX = 8  # hubs that share the budget of tables at most: made-up ones must not silence this one
 REST_FACTOR = 5.0  # PlacementLimits.idle_poll_factor: how much rarer nodes poll while nothing is wanted
 
 
@@ -168,7 +169,7 @@ class Hub:
             now = trio.current_time()
             self._market.tick(now)
             self._disbelieve(now)
-            pace.bytes_s = settings.gossip_bytes_s / (1 + len(self._others))
+            pace.bytes_s = settings.gossip_bytes_s / min(1 + len(self._others), BUDGET_HUBS_MAX)
             content, open_copies = (self._rows(), self._leases()), self._market.open_copies
             changed = content != told or self._must_greet
             if pace.is_due(now, open_copies=open_copies, polls_anyway=self._polls_anyway(now), changed=changed):

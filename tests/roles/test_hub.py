@@ -24,6 +24,7 @@ from kvasir_node.wire.messages import (
     MARKET_PROTOCOL,
     DemandRecord,
     DemandTable,
+    HubNews,
     LeaseVerdict,
     MarketMethod,
     NoOffer,
@@ -357,6 +358,23 @@ async def test_tables_are_gossiped_when_demand_changes_at_most_once_a_second_and
         await trio.sleep(2)
         assert reader.open_copies() == 99 + len(SLICES) - 1
         assert heard.statistics().current_buffer_used == len(tables)
+
+
+async def test_law_7_hubs_that_a_member_makes_up_do_not_silence_this_one(autojump_clock, tmp_path):
+    tables: list[DemandTable] = []
+    async with open_world(tmp_path) as world:
+        hub = hub_on(world.hub_transport, tables)
+        world.nursery.start_soon(hub.run)
+        for number in range(500):
+            await hub.handle(PeerId(f"hub {number}"), MarketMethod.TELL, HubNews(number, True, ()).to_bytes())
+        for number in range(4):
+            world.coordinator.wants = with_slices() if number % 2 else {}
+            await world.coordinator.report(hub)
+            began = len(tables)
+            await trio.sleep(2)
+            assert len(tables) == began + 1
+            assert bool(tables[-1].rows) is bool(number % 2)
+        assert len(hub._others) <= HUBS_MAX
 
 
 async def test_law_7_tables_have_a_budget_and_what_idle_nodes_act_on_goes_out_at_once(autojump_clock, tmp_path):

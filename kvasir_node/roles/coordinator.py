@@ -45,7 +45,7 @@ from kvasir_node.roles.slowdown import Pace, StretchedDispatch, StretchedExperts
 from kvasir_node.roles.steering import Load, Shape, Steering
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.roles.wire_gate import WireChoice, measure_wire
-from kvasir_node.wire.messages import DemandRecord
+from kvasir_node.wire.messages import NEAR_RTT_S, DemandRecord
 from kvasir_node.wire.tensors import Encoding
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 CONTEXT_MAX_DEFAULT = 4096
 TICK_S = 0.25  # how often trials and proofs are looked at
 DISK_BYTES_S = 1e9  # about what an expert is read with that nobody has in memory
+NEAR_RTT_MAX_S = 0.1  # nobody is told to be near from further away, however slow this machine is
 DEMAND_PAUSE_S = 0.05  # between two looks at whether demand changed
 SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
@@ -372,7 +373,7 @@ class Coordinator:
 
     def _record(self, wanted: tuple[Wanted, ...], addresses: tuple[str, ...]) -> DemandRecord:
         self._sequence += 1
-        admission = self.desk.admission
+        admission, near_rtt_s = self.desk.admission, self.steering.near_rtt_s
         return DemandRecord(
             epoch=self._epoch,
             sequence=self._sequence,
@@ -388,6 +389,7 @@ class Coordinator:
             queued=admission.queued,
             wants=wanted,
             refused=self.crew.ledger.refused(),
+            near_rtt_s=NEAR_RTT_S if near_rtt_s is None else min(near_rtt_s, NEAR_RTT_MAX_S),
         )
 
     def hubs_changed(self) -> None:

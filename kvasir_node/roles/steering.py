@@ -227,6 +227,12 @@ class Steering:
         """What is in force; None while off."""
         return self._decision.plan if self._decision is not None and self._decision.on else None
 
+    @property
+    def near_rtt_s(self) -> float | None:
+        """How far a worker may be to take a share of every layer, each for a round trip, within what a token may take;
+        None before the first plan."""
+        return None if self._offer is None else self._offer.decode.budget_s / len(self._shape.layers)
+
     # Planning ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

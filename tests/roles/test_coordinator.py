@@ -16,12 +16,12 @@ from kvasir_node.base.settings import load_settings
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.indexing import index_checkpoint
 from kvasir_node.net.memory_net import MemoryNetwork, MemoryTransport, open_memory_network
-from kvasir_node.roles.coordinator import Coordinator
+from kvasir_node.roles.coordinator import NEAR_RTT_MAX_S, Coordinator
 from kvasir_node.roles.library import demo_folder
 from kvasir_node.roles.loading import load_model
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.slowdown import Pace
-from kvasir_node.wire.messages import EXPERTS_PROTOCOL, DemandRecord, ExpertsMethod
+from kvasir_node.wire.messages import EXPERTS_PROTOCOL, NEAR_RTT_S, DemandRecord, ExpertsMethod
 from kvasir_node.wire.tensors import answer_parts
 
 QUICK = {
@@ -378,3 +378,15 @@ async def test_law_8_a_hub_that_dies_demerits_nobody(manifest, whole):
         assert len(worker.requests) > before
         assert set(proven) <= set(room.coordinator.crew.ledger.proven())
         assert all(view.failures == 0 for view in room.coordinator.crew.ledger.pairs())
+
+
+async def test_demand_tells_how_near_a_worker_must_be_for_a_share_of_every_layer(manifest, whole):
+    # forced = at any loss, so without a budget: then the bound holds, and the record can be read
+    async with open_room(manifest, whole, fanout__when="forced") as room:
+        steering = room.coordinator.steering
+        assert room.coordinator._record((), ()).near_rtt_s == NEAR_RTT_S
+        await room.worker()
+        async with room.load():
+            await room.until(lambda: steering.near_rtt_s is not None, "a plan")
+            told = DemandRecord.from_bytes(room.coordinator._record((), ()).to_bytes())
+        assert told.near_rtt_s == NEAR_RTT_MAX_S

@@ -389,6 +389,12 @@ async def test_the_budget_of_a_token_is_the_settings(autojump_clock):
             plan = world.steering.plan
             assert plan is not None
             assert plan.budget_s == pytest.approx(max(slowdown * plan.idle_s, plan.alone.token_s))
+            assert world.steering.near_rtt_s == pytest.approx(plan.budget_s / LAYERS)
+
+
+async def test_who_is_near_is_not_known_before_the_first_plan(autojump_clock):
+    async with open_world(FanoutSettings(), workers=NEAR) as world:
+        assert world.steering.near_rtt_s is None
 
 
 async def test_what_is_not_held_is_elsewhere_while_calm_and_what_comes_to_be_held_stays_at_once(autojump_clock):

@@ -11,7 +11,8 @@ import pytest
 import trio
 from local_swarm import PROMPTS, Process, ask, node
 
-TOKENS = 24
+TOKENS = 48
+QUICK = ("--slots", "2", "--set", "coordinator.saturated_after_s=0.1")
 TIMEOUT_S = 45
 
 
@@ -49,21 +50,22 @@ def is_met(status: dict, slices: int) -> bool:
     return len(wanted) == slices and all(row["proven"] for row in wanted)
 
 
+@pytest.mark.timeout(240)
 async def test_a_hub_killed_in_the_middle_of_a_burst_leaves_two_models_that_recruit_on(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
     with ExitStack() as stack:
         first = stack.enter_context(node(tmp_path, "first-hub", "--role", "hub"))
         monkeypatch.setenv("KVASIR_NETWORK__JOIN", str(first.ready["ticket"]))  # nobody is told of the other hub
-        main = stack.enter_context(node(tmp_path, "main", "--role", "coordinator,hub,worker", "--slots", "2"))
+        main = stack.enter_context(node(tmp_path, "main", "--role", "coordinator,hub,worker", *QUICK))
         # The same weights in other blocks are another model.
-        other_model = ("--set", "store.block_bytes=64K", "--slots", "2")
-        other = stack.enter_context(node(tmp_path, "other", "--role", "coordinator,worker", *other_model))
+        blocks = ("--set", "store.block_bytes=64K")
+        other = stack.enter_context(node(tmp_path, "other", "--role", "coordinator,worker", *QUICK, *blocks))
         assert main.ready["model"]["id"] != other.ready["model"]["id"]
         await until(other, lambda s: "main" in {m["name"] for m in s["members"]}, "the second hub is found")
         burst = Burst(main, other)
         async with trio.open_nursery() as nursery:
-            for number in range(8):
+            for number in range(12):
                 nursery.start_soon(burst.client, number)
             await until(main, lambda s: s["hub"]["demand"], "demand")
             os.kill(first.popen.pid, signal.SIGKILL)

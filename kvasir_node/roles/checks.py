@@ -44,11 +44,18 @@ class AnswerChecks:
         with self._lock:
             self._spot_checks.watch(call.peer)
 
+    def prepare(self, call: RemoteCall) -> None:
+        """Draws the rows that will be compared and computes them, while the answer is awaited anyway.
+
+        Its worker cannot know them any more: the frame has left.
+        """
+        call.check = self._draw(call)
+
     def judge(self, call: RemoteCall, sums: torch.Tensor, twin_sums: torch.Tensor | None = None) -> Verdict:
         """`sums` and those of the call's twin are finite and of the right shape."""
         if twin_sums is not None and agrees(sums.float(), twin_sums.float(), call.encoding):
             return Verdict(sums)
-        drawn, own = self._draw(call)
+        drawn, own = call.check or self._draw(call)
         if own is None:
             return Verdict(None if self.verifies_all else sums)
         compared = own.shape[0]

@@ -253,6 +253,7 @@ class FanoutDispatch:
             total, took_s = self._compute_here(
                 layer, rows, split.own_rows, split.own_experts, split.own_weights, split.activated
             )
+            took_s += self._prepare_checks(calls, twins)
             for call, twin in zip(calls, twins, strict=True):
                 waited_s += self._finish(call, twin, total)
         except KvasirError:  # some experts are nowhere: the forward ends, and what is under way is passed over
@@ -263,6 +264,17 @@ class FanoutDispatch:
             self._forward.calls += len(calls)
             self._forward.calls_s += max(0.0, time.perf_counter() - began - took_s - waited_s)
         return total
+
+    def _prepare_checks(self, calls: Sequence[RemoteCall], twins: Sequence[RemoteCall | None]) -> float:
+        """What is compared is computed while the answers are under way; returns how long that took.
+
+        With a twin there is something to compare only if the two differ.
+        """
+        began = time.perf_counter()
+        for call, twin in zip(calls, twins, strict=True):
+            if twin is None:
+                self._checks.prepare(call)
+        return time.perf_counter() - began
 
     def _cut(
         self, route: LayerRoute, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor

@@ -69,6 +69,7 @@ class RemoteCall:
     took_s: float = 0.0
     was_awaited: bool = True  # false: the answer was there before it was looked for, and `took_s` is too much
     abandoned: bool = False  # its answer will not be used any more
+    check: tuple[torch.Tensor, torch.Tensor | None] | None = None  # rows to compare, and our own sums for them
     stream: CallStream | None = None
     id: int = 0
     _request: ExpertRequest | None = None

@@ -26,8 +26,8 @@ PROVIDERS_MAX = 4  # workers that are looked at for a fetch
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Copies over all slices: `covered` = proven and wanted; `excess` = leases at all hubs together, beyond the copies
-    wanted of each slice, unless its demand has just fallen."""
+    """Copies over all slices: `covered` = proven and wanted; `excess` = leases at all hubs that its coordinator can
+    reach, beyond the copies wanted of each slice, unless its demand has just fallen."""
 
     at: float
     want: int
@@ -160,8 +160,8 @@ class Tally:
         excess, doubled = 0, self._doubled_since
         held: Counter[Key] = Counter()
         for hub in self._world.hubs.values():
-            if hub.peer.is_up:
-                for key, leases in hub.market.held():
+            for key, leases in hub.market.held() if hub.peer.is_up else ():
+                if self._world.network.reach(hub.peer, self._world.coordinators[key[0]].peer):
                     held[key] += leases
         for key in [key for key in doubled if key not in held]:
             del doubled[key]

@@ -13,20 +13,20 @@ from kvasir_node.sim.swarm import Swarm
 
 SMALL = {
     "flash-crowd": (160, 0.4),
-    "day": (150, 1.5),
+    "day": (120, 1.0),
     "churn": (120, 0.4),
     "hub-death": (120, 0.5),
     "partition": (120, 0.5),
-    "liars": (220, 0.5),
-    "trillion": (400, 0.4),
+    "liars": (200, 0.35),
+    "trillion": (400, 0.3),
 }
 
 
-def check_bounds(found: dict, *, patience: float = 1.0) -> None:
+def check_bounds(found: dict) -> None:
     """What must hold of every scenario, whatever goes wrong in it."""
     assert found["schema"] == "kvasir.sim/1"
     assert found["overshoot"] <= 0.10
-    assert found["gossip_bytes_per_node_s"] <= 200 * patience
+    assert found["gossip_bytes_per_node_s"] <= 200
     assert found["hub_messages_per_s"] <= 2000
     assert found["liars_counted"] == 0
     assert found["records_refused"] == {}
@@ -137,7 +137,8 @@ def test_a_scenario_or_size_that_is_not_there_is_refused_in_words(name, nodes, h
 def test_bounds_at_full_size(name, seed):
     found = simulate(name, seed).document
     check_bounds(found)
-    assert found["unmet_at_peak"] <= 0.02 or name == "liars"
+    # Under churn two thirds of a node leave each second, and another one needs half a minute to take a place.
+    assert found["unmet_at_peak"] <= (0.05 if name in ("liars", "churn") else 0.02)
     if name in ("hub-death", "partition"):
         assert found["doubled_leases_s"] <= 60
     if name == "liars":

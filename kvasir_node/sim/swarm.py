@@ -6,6 +6,7 @@ It does not count: that is sim/tally.py.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import load_settings
@@ -21,6 +22,7 @@ from kvasir_node.sim.workers import WorkerNode
 from kvasir_node.sim.world import World
 
 SAMPLE_S = 5.0
+FORGE_S = 30.0  # how often a liar sends a coordinator's demand as its own, and one that was heard before once more
 START_S = 120.0  # nodes of a swarm did not all start in the same second
 
 
@@ -42,6 +44,8 @@ class Swarm:
         self._add_workers()
         for at, what, argument in scenario.events:
             heap.at(at, self._happen, what, argument)
+        if scenario.liars:
+            heap.after(FORGE_S, self._forge)
         heap.at(0.0, self.tally.sample, SAMPLE_S)
         self.forecast: Prediction | None = None  # of the first coordinator that holds nothing, late in a peak
         for coordinator in self.world.coordinators.values():
@@ -88,6 +92,20 @@ class Swarm:
             world.workers[peer.id] = worker
             world.worker_list.append(worker)
             world.heap.after(world.chance.uniform(0.0, START_S), self._come, worker)
+
+    def _forge(self) -> None:
+        """Neither may change anything: hubs take demand only from whom it is of, and each record once."""
+        world = self.world
+        liar = next(worker for worker in world.worker_list if not worker.manner.answers_right)
+        for coordinator in world.coordinators.values():
+            demand = coordinator.demand()
+            greedy = replace(demand, sequence=demand.sequence + 10**6, wants=())
+            for hub in world.hubs.values():
+                world.network.send(liar.peer, hub.peer, hub.report, liar.peer.id, greedy)
+                world.network.send(
+                    liar.peer, hub.peer, hub.report, demand.issuer, replace(demand, sequence=0, wants=())
+                )
+        world.heap.after(FORGE_S, self._forge)
 
     def _forecast(self, coordinator: CoordinatorNode) -> None:
         self.forecast = predicted(self.world, coordinator)

@@ -28,7 +28,7 @@ LEDGER_TICK_S = 10.0
 SERVED_S = 60.0  # each worker in use has answered a call within this
 TRIAL_S = (0.2, 1.0)  # how long one trial takes
 TRIALS_PER_TICK = 256
-ADMISSION = AdmissionLimits(16, 64, saturated_after_s=0.5, calm_after_s=5.0, calm_busy_ratio=0.75)
+SATURATED_AFTER_S, CALM_AFTER_S, CALM_BUSY_RATIO = 0.5, 5.0, 0.75  # CoordinatorSettings
 
 Pair = tuple[PeerId, SliceId]
 
@@ -47,7 +47,8 @@ class CoordinatorNode:
         self.slices = model.slices()
         self._missing = frozenset() if model.is_held else frozenset(self.slices)
         self.demands = Demands(self.slices, world.market.surge_copies_max, world.market.surge_decay_s)
-        self.admission = Admission(ADMISSION)
+        limits = AdmissionLimits(model.slots, model.queue, SATURATED_AFTER_S, CALM_AFTER_S, CALM_BUSY_RATIO)
+        self.admission = Admission(limits)
         self.engine = SharedEngine(model.alone_tokens_s, model.slots, gain(0.0, is_held=model.is_held))
         fanout = world.fanout
         self.ledger = Ledger(

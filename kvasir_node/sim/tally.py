@@ -56,7 +56,6 @@ class Tally:
         self._held_count = 0
         self._world: World
         self._digest = hashlib.sha256()
-        self._held: dict[Key, dict[PeerId, WorkerNode]] = {}
         self._proven: dict[tuple[ModelId, SliceId], dict[PeerId, WorkerNode]] = {}
         self._want: dict[Key, int] = {}
         self._wants: dict[PeerId, int] = {}  # by coordinator, in all
@@ -77,8 +76,6 @@ class Tally:
 
     def gained(self, worker: WorkerNode, assignment: Assignment) -> None:
         self._note("lease", worker, assignment)
-        key = (assignment.coordinator, assignment.model, assignment.slice)
-        self._held.setdefault(key, {})[worker.peer.id] = worker
         self._held_count += 1
         if worker.leases == 1:
             self.joins[worker.peer.id] += 1
@@ -88,7 +85,6 @@ class Tally:
         self._note("end", worker, assignment)
         self._held_count -= 1
         self._busy -= not worker.leases
-        self._held[assignment.coordinator, assignment.model, assignment.slice].pop(worker.peer.id, None)
         self._proven.get((assignment.model, assignment.slice), {}).pop(worker.peer.id, None)
 
     def proven(self, worker: WorkerNode, assignment: Assignment) -> None:

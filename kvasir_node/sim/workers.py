@@ -7,14 +7,14 @@ only of demand that it would act on.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide import placement
 from kvasir_node.decide.market import LeaseOffer, LeaseReport
-from kvasir_node.decide.placement import Assignment, Placement, PlacementLimits, Stage
+from kvasir_node.decide.placement import Assignment, Placement, PlacementLimits
 from kvasir_node.sim.network import CALL_TIMEOUT_S, Peer
 from kvasir_node.sim.world import Seen, World
 
@@ -138,12 +138,13 @@ class WorkerNode:
             self._see(seen)
         self._tell(_TICK)
 
-    def _later(self, delay_s: float, act: object, *arguments: object) -> None:
-        self._world.heap.after(delay_s, self._still, self.peer.life, partial(act, *arguments))  # type: ignore[arg-type]
+    def _later(self, delay_s: float, act: Callable[..., None], *arguments: object) -> None:
+        """Unless the machine is switched off meanwhile."""
+        self._world.heap.after(delay_s, self._still, self.peer.life, act, arguments)
 
-    def _still(self, life: int, act: partial[None]) -> None:
+    def _still(self, life: int, act: Callable[..., None], arguments: tuple[object, ...]) -> None:
         if life == self.peer.life and self.peer.is_up:
-            act()
+            act(*arguments)
 
     def _do(self, command: placement.Command) -> None:
         match command:
@@ -279,6 +280,3 @@ class WorkerNode:
         if self._begun_at.pop(assignment.lease, None) is not None:
             self._taken_bytes -= self._world.models[assignment.model].slice_bytes
             self._world.tally.dropped(self, assignment)
-
-    def stages(self) -> dict[str, tuple[Assignment, Stage]]:
-        return self._mind.stages()

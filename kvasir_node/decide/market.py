@@ -42,6 +42,7 @@ from kvasir_node.decide.trial_caps import address_range
 __all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits", "TableEntry"]
 
 REST_POLLS_S = 20.0  # when nothing is open, all idle nodes together are asked to poll this often
+SLOWEST_BYTES_S = 250e3  # of a fetch that is waited for, however often it says that it gets on
 LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
 DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
 LATE_RATIO_MAX = 0.08  # of all copies wanted, over all hubs, so many at most are asked for again as a lease is late
@@ -442,7 +443,13 @@ class Market:
         if lease.proven_at is not None:
             return lease.expires_at
         patience = self._limits.progress_timeout_s
-        return min(lease.expires_at, lease.progress_at + patience, lease.granted_at + 10 * patience)
+        return min(lease.expires_at, lease.progress_at + patience, lease.granted_at + self._proof_within_s(lease))
+
+    def _proof_within_s(self, lease: Lease) -> float:
+        """How long a lease may last without proof, whatever progress it claims: a large slice takes long to fetch."""
+        entry = self._issuers.get(lease.key[0])
+        fetch_s = 0.0 if entry is None else entry.demand.slice_bytes / SLOWEST_BYTES_S
+        return max(10 * self._limits.progress_timeout_s, fetch_s)
 
     def _look_at(self, lease: Lease, now: float) -> None:
         came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
@@ -464,7 +471,8 @@ class Market:
         """Whether an unproven lease gets nowhere: no step by its end, none for long, or no proof for very long."""
         patience = self._limits.progress_timeout_s
         nothing_yet = lease.expires_at <= now and lease.progress == 0
-        return nothing_yet or now - lease.progress_at > patience or now - lease.granted_at > 10 * patience
+        is_long = now - lease.granted_at > self._proof_within_s(lease)
+        return nothing_yet or now - lease.progress_at > patience or is_long
 
     # Other hubs -----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ Rank = tuple[bool, float, int]  # ours to fill, share of the copies wanted that 
 @dataclass(frozen=True, slots=True)
 class MarketLimits:
     lease_ttl_s: float
-    progress_timeout_s: float  # without progress an unproven lease ends; ten times this even with it
+    progress_timeout_s: float  # without progress an unproven lease ends; about ten times this even with it
     tenure_min_s: float  # a proven worker is let go no sooner
     surplus_grace_s: float  # ... and only when it has been surplus this long
     leases_max: int

@@ -23,6 +23,7 @@ PHONE = Link("phone", 0.025, 0.5e6, 2e6)
 HOME = Link("home", 0.012, 2.5e6, 12e6)
 RACK = Link("rack", 0.0005, 125e6, 125e6)
 SERVER = Link("server", 0.001, 250e6, 250e6)
+DATA_CENTRE = Link("data centre", 0.001, 3e9, 3e9)  # 10¹² bytes leave it in six minutes
 
 SILENT = Manner("takes leases and is silent", fetches=False, claims_progress=False, answers=False, answers_right=False)
 CLAIMER = Manner("claims progress and coverage", fetches=False, answers=False, answers_right=False)
@@ -51,6 +52,7 @@ class Asked:
     model: SimModel
     rate: Callable[[float], float]
     rate_max: float
+    link: Link = SERVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ def _trillion(nodes: int, hours: float) -> Scenario:
     length_s = hours * HOUR_S
     peaks = ((length_s / 3, length_s * 2 / 3),)
     crowd = (Crowd(0.5, PHONE, (1, 1)), Crowd(0.4, HOME, (8, 32)), Crowd(0.1, RACK, (32, 64)))
-    return Scenario("trillion", nodes, hours, (_bursts(model, peaks, 0.2, 1.5),), peaks, crowd=crowd)
+    asked = replace(_bursts(model, peaks, 0.2, 1.5), link=DATA_CENTRE)
+    return Scenario("trillion", nodes, hours, (asked,), peaks, crowd=crowd)
 
 
 @dataclass(frozen=True, slots=True)

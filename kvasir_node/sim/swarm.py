@@ -72,7 +72,7 @@ class Swarm:
         world, skew_s = self.world, self.scenario.skew_s
         for number, asked in enumerate(self.scenario.asked):
             skew = world.chance.uniform(-skew_s, skew_s)
-            peer = Peer(PeerId(f"coordinator{number}"), SERVER, f"/ip4/192.0.2.{number}/tcp/9481", skew_s=skew)
+            peer = Peer(PeerId(f"coordinator{number}"), asked.link, f"/ip4/192.0.2.{number}/tcp/9481", skew_s=skew)
             world.models[asked.model.id] = asked.model
             world.coordinators[peer.id] = CoordinatorNode(world, peer, asked.model, asked.rate, asked.rate_max)
 

@@ -407,6 +407,15 @@ def test_progress_for_ever_without_proof_ends_too():
     assert world.renew(WILL, offer, 9999)[0] == 0
 
 
+def test_a_large_slice_may_take_as_long_as_a_slow_link_needs():
+    world = World()
+    world.report(wanted(1), ttl_s=1e6, slice_bytes=1 << 28)
+    offer = world.lease(WILL)
+    world.keep(1070.0, (WILL, offer), progress=True)  # 2^28 bytes at 250 kB a second
+    world.now = 1075.0
+    assert world.renew(WILL, offer, 9999)[0] == 0
+
+
 def test_proof_wipes_the_slate_clean():
     world = World()
     world.report(wanted(1), ttl_s=1e6)

@@ -48,6 +48,13 @@ class NetworkSettings:
     stream_window_bytes: int = 8 * MIB  # received and not yet read, one stream
     connection_buffer_bytes: int = 64 * MIB  # received and not yet read, all streams of one connection
     frame_bytes_max: int = 32 * MIB  # one call's body
+    relay: bool = True  # a hub carries bytes between members that cannot reach each other
+    relay_reservations_max: int = 256  # members for whom a hub keeps a place, so that others reach them through it
+    relay_circuits_max: int = 128  # connections carried by a hub at once ...
+    relay_circuits_per_peer_max: int = 16  # ... and those of one member, at either end
+    relay_circuit_bytes: int = 64 * GIB  # of one connection, both ways; then its ends have to make another
+    relay_circuit_s: float = 1440 * MINUTES  # ... as after this time
+    relay_hubs_max: int = 2  # hubs that keep a place for this node while nobody can dial it; one may die
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ It does not know how connections are made, nor libp2p's own bookkeeping.
 
 Two peers may dial each other at the same moment and get two connections. Both sides prefer the same one, the one
 dialled by the peer with the smaller id, for new streams; the other one is retired by that peer alone, so two sides
-can never close one each.
+can never close one each. So it is, too, when a direct connection comes beside one through a relay: the direct one is
+preferred, whoever dialled it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class LiveConnection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is TCP from machine to machine: no relay, no WebSocket."""
-        return self.path == "direct" and self.address.rpartition("/")[0].endswith("/tcp")
+        """Whether it is TCP from machine to machine, at an address to be dialled: no relay, no WebSocket, no hole."""
+        return self.path == "direct" and not self.muxed.is_punched and self.address.rpartition("/")[0].endswith("/tcp")
 
 
 class ConnectionTable:
@@ -89,12 +90,12 @@ class ConnectionTable:
             self._events.publish(PeerLost(live.peer, reason))
 
     def preferred(self, peer: PeerId) -> LiveConnection | None:
-        """The connection for new streams: dialled by the smaller peer id if there is one, then the newest."""
+        """The connection for new streams: a direct one, dialled by the smaller peer id, the newest; in this order."""
         return max(self._live.get(peer, []), key=self._preference, default=None)
 
-    def _preference(self, live: LiveConnection) -> tuple[bool, int]:
+    def _preference(self, live: LiveConnection) -> tuple[bool, bool, int]:
         dialled_by = live.peer if live.inbound else self._own_peer
-        return dialled_by == min(live.peer, self._own_peer), live.number
+        return live.path == "direct", dialled_by == min(live.peer, self._own_peer), live.number
 
     def of(self, peer: PeerId) -> tuple[LiveConnection, ...]:
         return tuple(self._live.get(peer, ()))

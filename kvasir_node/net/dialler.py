@@ -23,8 +23,10 @@ from kvasir_node.base.errors import KvasirError, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 
 STAGGER_S = 0.25
+DIRECT_HEADSTART_S = 1.0  # direct addresses are tried so long before a relay is asked, unless all of them failed
 DISCARD_S = 1.0  # a connection nobody wants may take this long to close
-ADDRESSES_MAX = 16  # of one peer; more are not tried
+ADDRESSES_MAX = 16  # of one peer; more are not tried ...
+RELAYED_MAX = 4  # ... of which so many may go through relays
 _HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _REASONS = {
     errno.ECONNREFUSED: "connection refused",
@@ -49,6 +51,8 @@ class DialAddress:
     is_ipv6: bool = False
     is_websocket: bool = False
     refusal: str = ""
+    relay: PeerId | None = None  # the peer is reached through it, and it by `relay_address`, if that is not empty
+    relay_address: str = ""
 
 
 def parse_addresses(addresses: Sequence[str]) -> tuple[PeerId, list[DialAddress]]:
@@ -73,8 +77,8 @@ def _parse_address(text: str) -> tuple[PeerId, DialAddress]:
         raise UsageError(f"{text[:200]} names no peer; expected it to end with /p2p/PEER")
     peer = PeerId(str(parts[-1][1]))
     names = [name for name, _ in parts[:-1]]
-    if "p2p-circuit" in names:
-        return peer, DialAddress(text, refusal="goes through a relay, which this version cannot dial yet")
+    if names[-1:] == ["p2p-circuit"]:
+        return peer, _circuit_address(text)
     if not names:
         return peer, DialAddress(text, refusal="names a peer, but no place to find it")
     if names[0] not in _HOST_PROTOCOLS or names[1:] not in (["tcp"], ["tcp", "ws"]):
@@ -86,17 +90,28 @@ def _parse_address(text: str) -> tuple[PeerId, DialAddress]:
     return peer, DialAddress(text, host, port, is_ipv6=is_ipv6, is_websocket=is_websocket)
 
 
+def _circuit_address(text: str) -> DialAddress:
+    """RELAY/p2p-circuit/p2p/PEER; the relay's part may be its id alone."""
+    relay_text = text.partition("/p2p-circuit/")[0]
+    relay, address = _parse_address(relay_text)
+    if address.relay is not None:
+        return DialAddress(text, refusal="goes through two relays")
+    return DialAddress(text, relay=relay, relay_address="" if address.refusal else relay_text)
+
+
 def plan_dials(addresses: Sequence[DialAddress]) -> list[DialAddress]:
     """The order to start attempts in: IPv4 and IPv6 in turn, IPv4 first, otherwise as given; at most 16.
 
-    A WebSocket is only tried where no plain address has its host and port, and after all plain ones.
+    A WebSocket is only tried where no plain address has its host and port, and after all plain ones; relays come last.
     """
-    usable = [address for address in addresses if not address.refusal]
+    relayed = [address for address in addresses if address.relay is not None and not address.refusal]
+    usable = [address for address in addresses if not address.refusal and address.relay is None]
     plain = {(address.host, address.port) for address in usable if not address.is_websocket}
     usable = [address for address in usable if not address.is_websocket or (address.host, address.port) not in plain]
     usable.sort(key=lambda address: address.is_websocket)
     turns = zip_longest((a for a in usable if not a.is_ipv6), (a for a in usable if a.is_ipv6))
-    return [address for address in chain.from_iterable(turns) if address is not None][:ADDRESSES_MAX]
+    direct = [address for address in chain.from_iterable(turns) if address is not None]
+    return [*direct[: ADDRESSES_MAX - len(relayed[:RELAYED_MAX])], *relayed[:RELAYED_MAX]]
 
 
 async def dial_first(
@@ -139,15 +154,25 @@ class _Race(Generic[Connected]):
     async def run(self, order: Sequence[DialAddress]) -> None:
         try:
             async with trio.open_nursery() as nursery:
+                direct: list[trio.Event] = []
                 for address in order:
+                    if address.relay is not None:
+                        await self._give_headstart(direct)
+                        direct.clear()
                     failed = trio.Event()
                     nursery.start_soon(self._try, address, failed, nursery.cancel_scope)
+                    direct.append(failed)
                     with trio.move_on_after(STAGGER_S):
                         await failed.wait()
         except BaseException:
             if self.winner is not None:
                 await self._discard_shielded(self.winner)
             raise
+
+    async def _give_headstart(self, direct: Sequence[trio.Event]) -> None:
+        with trio.move_on_after(DIRECT_HEADSTART_S):
+            for failed in direct:
+                await failed.wait()
 
     async def _try(self, address: DialAddress, failed: trio.Event, race: trio.CancelScope) -> None:
         try:

@@ -3,15 +3,16 @@
 It does not know calls, membership, gossip or roles.
 
 What libp2p 0.8.1 is used for: the Noise handshake, protocol selection of inbound streams, identify, and the host
-object that gossipsub (and later relay and hole punching) is built on. What it is kept from: dialling (it tries one
-address and waits 250 ms), listening (it keeps a task and a place per connection until shutdown, and shares ports),
-choosing connections, and raising: an exception in any stream handler of its own would end the whole host.
+object that gossipsub is built on. What it is kept from: dialling (it tries one address and waits 250 ms), relaying and
+punching holes (circuit.py and punch.py say why), listening (it keeps a task and a place per connection until shutdown,
+and shares ports), choosing connections, and raising: an exception in any stream handler of its own would end the whole
+host.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -37,24 +38,28 @@ from multiaddr import Multiaddr
 from kvasir_node.base.errors import KvasirError, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
+from kvasir_node.net.circuit import CircuitStream, circuit_connection
 from kvasir_node.net.connections import ConnectionTable, LiveConnection
-from kvasir_node.net.dialler import DialAddress, dial_first, parse_addresses
+from kvasir_node.net.dialler import DialAddress, describe_failure, dial_first, parse_addresses
 from kvasir_node.net.express import ExpressChannel
-from kvasir_node.net.express_door import MAGIC, ExpressDoor
+from kvasir_node.net.express_door import MAGIC as EXPRESS_MAGIC
+from kvasir_node.net.express_door import ExpressDoor
 from kvasir_node.net.identity import load_or_create_key, peer_id_of, sign_with
 from kvasir_node.net.listener import TcpListener, bind_all
 from kvasir_node.net.muxer import YamuxConnection, YamuxNegotiator
 from kvasir_node.net.muxer_stream import YamuxStream
 from kvasir_node.net.negotiation import choose_protocol
 from kvasir_node.net.noise_session import BufferedNoise
+from kvasir_node.net.outbound import connect_tcp
 from kvasir_node.net.raw_link import TcpStream
 from kvasir_node.net.single_error import single_error_unwrapped
-from kvasir_node.net.transport import Connection, PeerConnected, PeerLost, StreamHandler
+from kvasir_node.net.transport import Connection, PeerConnected, PeerLost, Stream, StreamHandler
 from kvasir_node.net.websocket import WebSocketStream, accept_websocket, begins_as_http, connect_websocket
 
 UPGRADE_TIMEOUT_S = 10  # an inbound connection must be authenticated by then; libp2p wants whole seconds
 HANDSHAKES_MAX = 64  # inbound connections that are not authenticated yet
-DUPLICATE_LINGER_S = 10.0  # streams on a second connection to the same peer may take this long to end
+DUPLICATE_LINGER_S = 10.0  # streams on a second connection to the same peer may take this long to end ...
+RELAYED_LINGER_S = 120.0  # ... and this long on one through a relay, once there is a direct one
 SHUTDOWN_S = 2.0
 _ANY_ADDRESS = Multiaddr("/ip4/0.0.0.0")  # libp2p only logs which listener a connection came through
 
@@ -70,6 +75,7 @@ class Libp2pStream:
         self._protocol = protocol
         self.write_now = muxed.send_now
         self.pump = muxed.pump
+        self.finish = muxed.finish  # closes, and drops whatever the peer still sends
 
     @property
     def peer(self) -> PeerId:
@@ -133,6 +139,9 @@ class Libp2pTransport(INotifee):
         self._dials: dict[PeerId, trio.Event] = {}
         self._handshakes = trio.CapacityLimiter(HANDSHAKES_MAX)
         self._door = ExpressDoor(settings.frame_bytes_max)
+        self._doors: dict[bytes, Callable[[TcpStream], Awaitable[None]]] = {EXPRESS_MAGIC: self._door.admit}
+        self._advertise: Callable[[Sequence[str]], Sequence[str]] = lambda listening: listening
+        self._dial_circuit: Callable[[PeerId, PeerId], Awaitable[Stream]] | None = None
         self._nursery: trio.Nursery | None = None
         self.swarm = _new_swarm(settings, key, self._table)
         self.host = BasicHost(self.swarm)
@@ -154,9 +163,7 @@ class Libp2pTransport(INotifee):
         return self._table.bytes_out + self._door.bytes_out
 
     def addresses(self) -> tuple[str, ...]:
-        texts = [text for each in self._listeners for text in each.addresses()]
-        texts.sort(key=lambda text: text.endswith("/ws"))  # whoever keeps only some keeps the plain ones
-        return tuple(f"{text}/p2p/{self._peer_id}" for text in texts)
+        return tuple(f"{text}/p2p/{self._peer_id}" for text in self._advertise(self.listening()))
 
     def connections(self) -> tuple[Connection, ...]:
         return self._table.snapshot()
@@ -247,17 +254,41 @@ class Libp2pTransport(INotifee):
             raise Unreachable(f"no connection to {peer}: it ended at once: {muxed.end_reason}")
 
     async def _connect_address(self, remote: ID, address: DialAddress) -> YamuxConnection:
-        tcp = TcpStream(await trio.open_tcp_stream(address.host, address.port))
+        if address.relay is not None:
+            return await self._connect_relayed(remote, address.relay, address.relay_address)
+        tcp = TcpStream(await connect_tcp(address.host, address.port, self.bound()))
         try:
-            upgrader = self.swarm.upgrader
+            local_port = tcp.local_port
             raw = RawConnection(tcp, True)
             if address.is_websocket:
                 raw = _websocket_connection(await connect_websocket(tcp, address.host, address.port), is_initiator=True)
-            session = await upgrader.upgrade_security(raw, True, remote)
-            return cast("YamuxConnection", await upgrader.upgrade_connection(session, remote))
+            muxed = await self._upgrade_outbound(raw, remote)
+            muxed.local_port = local_port
+            return muxed
         except BaseException:
             tcp.close_now()
             raise
+
+    async def _connect_relayed(self, remote: ID, relay: PeerId, relay_address: str) -> YamuxConnection:
+        if self._dial_circuit is None:
+            raise Unreachable("this node does not dial through relays")
+        if relay == self._peer_id:
+            raise Unreachable("this node itself is the relay, and the peer is not connected")
+        if relay not in self._table:
+            if not relay_address:
+                raise Unreachable(f"not connected to the relay {relay}")
+            await self.connect([relay_address])
+        stream = cast("Libp2pStream", await self._dial_circuit(relay, PeerId(remote.to_base58())))
+        try:
+            raw = circuit_connection(CircuitStream(stream, stream.finish), relay, is_initiator=True)
+            return await self._upgrade_outbound(raw, remote)
+        except BaseException:
+            await stream.reset()
+            raise
+
+    async def _upgrade_outbound(self, raw: RawConnection, remote: ID) -> YamuxConnection:
+        session = await self.swarm.upgrader.upgrade_security(raw, True, remote)
+        return cast("YamuxConnection", await self.swarm.upgrader.upgrade_connection(session, remote))
 
     # --- inbound ---
 
@@ -275,9 +306,10 @@ class Libp2pTransport(INotifee):
             self._handshakes.acquire_on_behalf_of_nowait(tcp)
             try:
                 with trio.fail_after(UPGRADE_TIMEOUT_S):
-                    if await tcp.begins_with(MAGIC):
-                        await self._door.admit(tcp)
-                        return
+                    for magic, admit in self._doors.items():
+                        if await tcp.begins_with(magic):
+                            await admit(tcp)
+                            return
                     if self._table.is_full:
                         raise KvasirError(f"{self._settings.peers_max} peers are connected already")
                     raw = RawConnection(tcp, False)
@@ -311,6 +343,69 @@ class Libp2pTransport(INotifee):
 
         return guarded
 
+    # --- for those that find ways through NATs (roles/reaching) ---
+
+    def listening(self) -> tuple[str, ...]:
+        """The listeners' concrete addresses, without our id."""
+        texts = [text for each in self._listeners for text in each.addresses()]
+        return tuple(sorted(texts, key=lambda text: text.endswith("/ws")))  # who keeps only some keeps the plain ones
+
+    def bound(self) -> tuple[tuple[str, int], ...]:
+        """(IP, port) of each listener; a wildcard as it is."""
+        return tuple(each.bound for each in self._listeners)
+
+    def add_door(self, magic: bytes, admit: Callable[[TcpStream], Awaitable[None]]) -> None:
+        """Inbound connections that begin with these bytes go to `admit`, which may detach them."""
+        self._doors[magic] = admit
+
+    def use_circuits(self, dial: Callable[[PeerId, PeerId], Awaitable[Stream]]) -> None:
+        """How addresses through relays are dialled: (relay, peer) -> a circuit."""
+        self._dial_circuit = dial
+
+    def use_advertised(self, advertise: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        """What `addresses` makes of the listeners' concrete addresses; all without our own id."""
+        self._advertise = advertise
+
+    def way_to(self, peer: PeerId) -> tuple[str, bool, bool] | None:
+        """(remote address, whether the peer dialled, whether our port is the listener's) of a TCP connection."""
+        for live in reversed(self._table.of(peer)):
+            if live.path == "direct" and not live.address.endswith("/ws"):
+                ports = {port for _, port in self.bound()}
+                return live.address, live.inbound, live.inbound or live.muxed.local_port in ports
+        return None
+
+    async def take_circuit(self, stream: Stream, relay: PeerId) -> None:
+        """Serves a connection that was made to us through a relay, until it ends. Raises Unreachable."""
+        own = cast("Libp2pStream", stream)
+        raw = circuit_connection(CircuitStream(own, own.finish), relay, is_initiator=False)
+        try:
+            muxed = await self._upgrade_inbound(raw)
+        except Exception as error:  # libp2p raises whatever its handshake meets in a stranger's bytes
+            raise Unreachable(f"a connection through {relay} came to nothing: {describe_failure(error)}") from error
+        await muxed.wait_ended()
+
+    async def adopt(self, tcp: TcpStream, peer: PeerId, dials: bool) -> None:
+        """Makes a TCP connection that was punched through NATs one of ours. Raises Unreachable; then close it."""
+        try:
+            if dials:
+                muxed = await self._upgrade_outbound(RawConnection(tcp, True), ID.from_base58(str(peer)))
+                muxed.is_punched = True
+                await self.swarm.add_conn(muxed, direction="outbound")
+            else:
+                muxed = await self._upgrade_inbound(RawConnection(tcp, False))
+                muxed.is_punched = True
+        except Exception as error:  # libp2p raises whatever its handshake meets
+            raise Unreachable(f"no direct connection to {peer}: {describe_failure(error)}") from error
+        if PeerId(muxed.peer_id.to_base58()) != peer:
+            await muxed.close("another peer than was asked for")
+            raise Unreachable(f"no direct connection to {peer}: another peer answers there")
+
+    async def _upgrade_inbound(self, raw: RawConnection) -> YamuxConnection:
+        if self._table.is_full:
+            raise Unreachable(f"{self._settings.peers_max} peers are connected already")
+        with trio.fail_after(UPGRADE_TIMEOUT_S):
+            return cast("YamuxConnection", await self.swarm.upgrade_inbound_raw_conn(raw, _ANY_ADDRESS))
+
     # --- libp2p's notifications ---
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
@@ -326,8 +421,10 @@ class Libp2pTransport(INotifee):
                 self._nursery.start_soon(self._retire, duplicate)
 
     async def _retire(self, duplicate: LiveConnection) -> None:
-        with trio.move_on_after(DUPLICATE_LINGER_S):
+        with trio.move_on_after(DUPLICATE_LINGER_S if duplicate.path == "direct" else RELAYED_LINGER_S):
             await duplicate.muxed.wait_without_streams()
+        if self._table.preferred(duplicate.peer) is duplicate:
+            return  # the better one has ended meanwhile
         await duplicate.muxed.close("a second connection to the same peer")
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:

@@ -3,7 +3,8 @@
 It does not know what a connection is for: each accepted socket goes to a callable.
 
 libp2p's own TCP listener sets SO_REUSEPORT, so two nodes of one user would share a port and each get half of the
-connections; ours refuses the second one.
+connections; ours refuses the second one. It sets it only once it listens: then our own dials may leave from the same
+port (outbound.py), and another listener still may not have it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class TcpListener(IListener):
         self._bound = sock.getsockname()[:2]
         self._accepting: trio.CancelScope | None = None
         self._is_closed = False
+
+    @property
+    def bound(self) -> tuple[str, int]:
+        """(IP, port)."""
+        return self._bound
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs without a peer: 0.0.0.0 and :: become the addresses of all interfaces.
@@ -112,6 +118,8 @@ async def _bind(text: str) -> TcpListener:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         await sock.bind((host, port))
         sock.listen(BACKLOG)
+        if hasattr(socket, "SO_REUSEPORT"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError as error:
         sock.close()
         raise UsageError(_bind_failure(text, error), param="network.listen") from error

@@ -70,6 +70,8 @@ class YamuxConnection(IMuxedConn):
         self.rtt_s: float | None = None
         self.min_rtt_s = math.inf  # the shortest yet: without what was queued on the way
         self.end_reason: str | None = None
+        self.is_punched = False  # through NATs from both sides at once: nobody can dial it again
+        self.local_port = 0  # of a TCP connection that we dialled
         self.on_ended: Callable[[str], None] | None = None
         self._settings = settings or NetworkSettings()
         self._streams: dict[int, YamuxStream] = {}

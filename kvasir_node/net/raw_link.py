@@ -46,7 +46,22 @@ class RawLink(Protocol):
         ...
 
 
-class TcpStream(ReadWriteCloser):
+class LinkedStream(ReadWriteCloser):
+    """A connection as libp2p's handshake wants it that is a RawLink, too."""
+
+    sends_now: bool
+
+    def send_now(self, parts: list[Buffer]) -> list[Buffer]:
+        raise NotImplementedError
+
+    async def send_all(self, parts: list[Buffer]) -> None:
+        raise NotImplementedError
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        raise NotImplementedError
+
+
+class TcpStream(LinkedStream):
     """A connected TCP socket, as libp2p's ReadWriteCloser and as a RawLink.
 
     It takes the socket out of trio's stream: trio's own `send` and `recv` cannot be called without a checkpoint, and
@@ -63,6 +78,11 @@ class TcpStream(ReadWriteCloser):
         self._remote_address = self._peer_name()
         self._unread = b""
         self._is_drained = True  # the last receive got less than it had room for: the next one has to wait
+
+    @property
+    def local_port(self) -> int:
+        """0 when it is closed."""
+        return int(self._socket.getsockname()[1]) if self._socket.fileno() >= 0 else 0
 
     def _peer_name(self) -> tuple[str, int] | None:
         try:
@@ -157,6 +177,13 @@ class TcpStream(ReadWriteCloser):
         sock.setblocking(True)
         return sock
 
+    def moved(self) -> TcpStream:
+        """The same connection, and what was given back to it, as a new object; this one is closed then."""
+        moved = TcpStream(trio.SocketStream(trio.socket.from_stdlib_socket(self.detach())))
+        moved.unread(self._unread)
+        self._unread = b""
+        return moved
+
     async def close(self) -> None:
         self.close_now()
         await trio.lowlevel.checkpoint()
@@ -206,4 +233,4 @@ class _WaitingLink:
 def link_of(raw: IRawConnection) -> RawLink:
     """The quickest way to a raw connection's bytes."""
     stream = getattr(raw, "stream", None)
-    return stream if isinstance(stream, TcpStream) else _WaitingLink(raw)
+    return stream if isinstance(stream, LinkedStream) else _WaitingLink(raw)

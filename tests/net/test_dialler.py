@@ -21,6 +21,7 @@ from kvasir_node.net.identity import key_from_seed, peer_id_of
 
 PEER = peer_id_of(key_from_seed(b"\1" * 32))
 OTHER = peer_id_of(key_from_seed(b"\2" * 32))
+THIRD = peer_id_of(key_from_seed(b"\3" * 32))
 
 
 def v4(number):
@@ -73,7 +74,9 @@ def test_relay_and_websocket_addresses_are_known():
         [relay, f"/ip4/192.0.2.1/tcp/9/ws/p2p/{PEER}", f"/dns4/example.org/tcp/443/wss/p2p/{PEER}"]
     )
     assert peer == PEER
-    assert "relay" in circuit.refusal
+    assert (circuit.relay, circuit.relay_address, circuit.refusal) == (OTHER, f"/ip4/192.0.2.7/tcp/9/p2p/{OTHER}", "")
+    twice = f"{relay.removesuffix(f'/p2p/{PEER}')}/p2p/{THIRD}/p2p-circuit/p2p/{PEER}"
+    assert "two relays" in parse_addresses([twice])[1][0].refusal
     assert (websocket.host, websocket.port, websocket.is_websocket, websocket.refusal) == ("192.0.2.1", 9, True, "")
     assert "neither a plain TCP nor a WebSocket" in secure.refusal
 

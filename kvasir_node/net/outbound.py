@@ -1,0 +1,77 @@
+"""TCP connections that leave from the port we listen on, so that a NAT maps both to the same outside port.
+
+It does not know peers or what the connections are for. What others observe of such a connection is then an address at
+which, once our router lets them in, they reach our listener. Where the kernel does not allow it (another connection
+has the same two ends, or is just over) the connection leaves from any port.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import trio
+
+from kvasir_node.decide.reach import is_lan
+
+Bound = tuple[str, int]  # (IP, port) of a listener
+_SOURCE_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL, errno.EACCES, errno.EPERM)
+
+
+async def connect_tcp(host: str, port: int, listeners: Sequence[Bound]) -> trio.SocketStream:
+    """Connects, from a listener's port where that can be and a NAT may be between. A name's addresses are raced.
+
+    In a LAN any port will do: two nodes that dial each other at the same moment from the ports that they dial would get
+    one connection, of which both are the dialler.
+
+    Raises OSError. Cancel-safety: a cancelled call leaves nothing open.
+    """
+    try:
+        source = None if is_lan(host) else source_for(host, listeners)
+    except ValueError:  # a name
+        source = None
+    if source is not None:
+        try:
+            return await connect_from(source, host, port)
+        except OSError as error:
+            if not _is_about_source(error):
+                raise
+    return await trio.open_tcp_stream(host, port)
+
+
+def source_for(host: str, listeners: Sequence[Bound]) -> Bound | None:
+    """The listener from whose port this IP can be dialled: of its family, and both of this machine alone or neither.
+
+    Raises ValueError when `host` is no IP.
+    """
+    target = ipaddress.ip_address(host)
+    for bound in listeners:
+        own = ipaddress.ip_address(bound[0])
+        if own.version == target.version and (own.is_unspecified or own.is_loopback == target.is_loopback):
+            return bound
+    return None
+
+
+async def connect_from(source: Bound, host: str, port: int) -> trio.SocketStream:
+    """Connects to an IP from exactly this address and port. Raises OSError, as EADDRNOTAVAIL when that is taken.
+
+    Cancel-safety: a cancelled call leaves nothing open.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        await sock.bind(source)
+        await sock.connect((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)
+
+
+def _is_about_source(error: OSError) -> bool:
+    return error.errno in _SOURCE_ERRORS

@@ -42,6 +42,7 @@ from kvasir_node.decide.trial_caps import address_range
 __all__ = ["Demand", "Key", "LeaseOffer", "LeaseReport", "Market", "MarketLimits", "TableEntry"]
 
 REST_POLLS_S = 20.0  # when nothing is open, all idle nodes together are asked to poll this often
+USUAL_BYTES_S = 2e6  # a fetch that is no slower than this is not late, however quick others were
 SLOWEST_BYTES_S = 250e3  # of a fetch that is waited for, however often it says that it gets on
 LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
 DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
@@ -391,20 +392,24 @@ class Market:
         """Whether this lease is the one to go: surplus for long enough, past its tenure, last in usefulness.
 
         Usefulness: proven before unproven, then as its coordinator lists them; unproven ones by age, late ones last. Of
-        one hub one goes at a time, each at its own renewal. Tenure protects from demand that flaps: not a copy that
-        was never wanted.
+        one hub one goes at a time, each at its own renewal. Grace and tenure protect from demand that flaps: not a
+        proven copy that was never wanted, which is there because another one was late, or hubs were apart.
         """
         book = self._books[lease.key]
         if book.wanted is None and now < self._young_until:
             return False  # its coordinator may not have reported to us yet
-        if book.surplus_since is None or now - book.surplus_since < self._limits.surplus_grace_s:
+        if book.surplus_since is None:
             return False
+        is_lasting = now - book.surplus_since >= self._limits.surplus_grace_s
         if lease.proven_at is None:
+            if not is_lasting:
+                return False
             rivals = [other for other in book.leases.values() if other.proven_at is None]
             last = max(rivals, key=lambda other: (other.is_late, other.granted_at, other.id))
             return last is lease and len(rivals) > max(0, book.want - len(book.proven) - self._before_us(book))
         assert book.wanted is not None  # it lists the worker
-        if now - lease.proven_at < self._limits.tenure_min_s and book.want < lease.want_then:
+        is_settled = is_lasting and now - lease.proven_at >= self._limits.tenure_min_s
+        if book.want < lease.want_then and not is_settled:
             return False
         places = {peer: place for place, peer in enumerate(book.wanted.proven)}
         place = places[lease.worker]
@@ -447,9 +452,11 @@ class Market:
 
     def _proof_within_s(self, lease: Lease) -> float:
         """How long a lease may last without proof, whatever progress it claims: a large slice takes long to fetch."""
+        return max(10 * self._limits.progress_timeout_s, self._fetch_s(lease, SLOWEST_BYTES_S))
+
+    def _fetch_s(self, lease: Lease, bytes_s: float) -> float:
         entry = self._issuers.get(lease.key[0])
-        fetch_s = 0.0 if entry is None else entry.demand.slice_bytes / SLOWEST_BYTES_S
-        return max(10 * self._limits.progress_timeout_s, fetch_s)
+        return 0.0 if entry is None else entry.demand.slice_bytes / bytes_s
 
     def _look_at(self, lease: Lease, now: float) -> None:
         came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
@@ -458,7 +465,8 @@ class Market:
         if came_to_nothing or lease.expires_at <= now:
             self._end(lease, now)
             return
-        is_late = lease.counts and now - lease.granted_at >= self._proof_times.late_s
+        late_s = max(self._proof_times.late_s, self._fetch_s(lease, USUAL_BYTES_S))
+        is_late = lease.counts and now - lease.granted_at >= late_s
         if is_late and self._late + 1 <= LATE_RATIO_MAX * self._want_total / self._hubs.count:
             lease.is_late = True
             self._late += 1

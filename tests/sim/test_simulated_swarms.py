@@ -94,7 +94,7 @@ def test_a_day_of_load_that_rises_and_falls_does_not_flap():
 
 
 def test_a_model_that_no_machine_holds_is_held_by_all_of_them_together():
-    found = simulate("trillion", 1, *SMALL["trillion"]).document
+    found = simulate("trillion", 2, *SMALL["trillion"]).document
     check_bounds(found)
     assert found["unmet_at_peak"] <= 0.02
     assert found["predicted_tokens_per_s"] > 1.0

@@ -40,6 +40,9 @@ class NodeSettings:
 class NetworkSettings:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/9481",)  # multiaddrs where other peers reach us; port 0 = any
     join: tuple[str, ...] = ()  # tickets or multiaddrs
+    allow: tuple[str, ...] = ()  # peer ids: no others are let in, whatever ticket they have; empty = all are
+    refuse: tuple[str, ...] = ()  # peer ids that are not let in, whatever ticket they have
+    old_secret_s: float = 7 * 24 * 60 * MINUTES  # how long a secret still counts that another one has replaced
     connect_timeout_s: float = 4 * SECONDS  # one address of one peer
     keepalive_interval_s: float = 2 * SECONDS  # a ping on a connection that was silent this long
     keepalive_timeout_s: float = 3 * SECONDS  # a peer that does not answer it this long is gone
@@ -216,6 +219,7 @@ _MAY_BE_ZERO = {
     "node.threads",
     "worker.threads",
     "worker.niceness",
+    "network.old_secret_s",
     "fanout.bytes_s",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",

@@ -1,23 +1,30 @@
 """Who belongs to the swarm: a keyed challenge between two connected peers, and the door it opens.
 
-It does not know tickets, roles, or what `about` says. Nothing secret is sent: both sides prove that they hold the
-swarm's secret by a MAC over both fresh nonces, both peer ids and the direction. The ids are those that Noise
+It does not know tickets, roles, or what `about` says. Nothing secret is sent: both sides prove that they hold a
+secret of the swarm by a MAC over both fresh nonces, both peer ids and the direction. The ids are those that Noise
 authenticated on this very connection, so a proof relayed by a third peer names the wrong ids and fails (channel
 binding); fresh nonces make a recorded one worthless; the direction keeps a proof from being reflected.
 
-The dialler opens /kvasir/hello/1.0.0, then (lengths u16 little-endian):
-1. dialler → listener: nonce (32)
-2. listener → dialler: nonce (32), length and `about`, MAC (32)
+The dialler opens /kvasir/hello/2.0.0, then (lengths u16 little-endian):
+1. dialler → listener: nonce (32), how many secrets it holds (1), a hint (16) for each
+2. listener → dialler: number of the secret that both hold, from 1 (1), nonce (32), length and `about`, MAC (32);
+   or one byte, 0 = none: a stranger is told nothing, and costs no more than this; or 255 = the listener's settings
+   refuse this peer
 3. dialler → listener: length and `about`, MAC (32)
 4. listener → dialler: one byte, 1 = you are in
+
+A hint is a MAC over the dialler's nonce and both ids: it tells nothing to who does not hold the secret. There are
+two secrets only while one replaces another.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
@@ -28,18 +35,24 @@ from kvasir_node.net.feed import Feed
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import PeerConnected, PeerLost, Stream, StreamHandler, Transport
 
-HELLO_PROTOCOL = "/kvasir/hello/1.0.0"
+HELLO_PROTOCOL = "/kvasir/hello/2.0.0"
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 MAC_BYTES = 32
+HINT_BYTES = 16
+SECRETS_MAX = 2
 ABOUT_BYTES_MAX = 4096
 HELLO_TIMEOUT_S = 10.0
+VERDICT_S = 1.0
 ATTEMPTS_MAX = 3
 RETRY_DELAY_S = 1.0
 EVENTS_MAX = 256
 REFUSALS_MAX = 1024  # remembered until the peer connects again
-_DOMAIN = b"kvasir-node hello 1"
-_LISTENER, _DIALLER = b"listener", b"dialler"
+REFUSAL_LOG_S = 10.0  # between two warnings of refused peers: strangers must not fill a log
+EXPIRY_CHECK_S = 30.0  # who is here by a secret that counts no more leaves within this
+_DOMAIN = b"kvasir-node hello 2"
+_LISTENER, _DIALLER, _HINT = b"listener", b"dialler", b"hint"
+_NO_SECRET, _UNWANTED = 0, 255
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +72,11 @@ class MemberLeft:
 
 
 class Membership:
-    """The members among the connected peers. `run` drives it and must be under way."""
+    """The members among the connected peers. `run` drives it and must be under way.
+
+    `older` tells the secrets that count beside `secret` now (one that it replaced, for a while); `refusal_of` says why
+    a peer is not let in whatever it proves, None = it may.
+    """
 
     def __init__(
         self,
@@ -67,6 +84,8 @@ class Membership:
         secret: bytes,
         about: bytes,
         *,
+        older: Callable[[], Sequence[bytes]] = tuple,
+        refusal_of: Callable[[PeerId], str | None] = lambda _: None,
         nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
         if len(secret) != SECRET_BYTES:
@@ -76,12 +95,16 @@ class Membership:
         self._transport = transport
         self._secret = secret
         self._about = about
+        self._older = older
+        self._refusal_of = refusal_of
         self._nonce = nonce
         self._proven: dict[PeerId, bytes] = {}  # they proved themselves to us
+        self._by: dict[PeerId, bytes] = {}  # ... and by which secret
         self._settled: set[PeerId] = set()  # and we to them
         self._challenging: set[PeerId] = set()
         self._answering: set[PeerId] = set()
         self._refusals: dict[PeerId, str] = {}
+        self._told_refusal_at = -math.inf
         self._changed = trio.lowlevel.ParkingLot()
         self._events: Feed[MemberJoined | MemberLeft] = Feed(EVENTS_MAX)
         self._connections = transport.watch()
@@ -135,6 +158,7 @@ class Membership:
     async def run(self) -> None:
         """Challenges every peer we dialled, until cancelled."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._drop_outdated)
             for connection in self._transport.connections():
                 self._connected(connection.peer, nursery)
             async for event in self._connections:
@@ -153,6 +177,7 @@ class Membership:
 
     def _lost(self, event: PeerLost) -> None:
         self._proven.pop(event.peer, None)
+        self._by.pop(event.peer, None)
         if event.peer in self._settled:
             self._settled.discard(event.peer)
             self._events.publish(MemberLeft(event.peer, event.reason))
@@ -162,6 +187,15 @@ class Membership:
         connected = {each.peer for each in self._transport.connections()}
         for peer in set(self._proven) - connected:
             self._lost(PeerLost(peer, "disconnected"))
+
+    async def _drop_outdated(self) -> None:
+        """Ends what an old secret opened when it counts no more; who holds the new one too comes back by it."""
+        while True:
+            await trio.sleep(EXPIRY_CHECK_S)
+            valid = self._secrets()
+            for peer in [peer for peer, secret in self._by.items() if secret not in valid]:
+                _log.info("peer %s is here by a secret that counts no more", peer)
+                await self._transport.disconnect(peer)
 
     # --- the dialler's side ---
 
@@ -193,16 +227,24 @@ class Membership:
         return True
 
     async def _prove_as_dialler(self, stream: Stream) -> None:
-        ours = self._nonce()
-        await stream.write(ours)
+        self._check_wanted(stream.peer)
+        ours, held = self._nonce(), self._secrets()
+        ids = (str(self._transport.peer_id).encode(), str(stream.peer).encode())
+        await stream.write(ours, bytes([len(held)]), *(_hint(secret, ours, ids) for secret in held))
+        number = (await read_exactly(stream.read, 1))[0]
+        if number == _UNWANTED:
+            raise Misbehaved(RejectReason.NOT_A_MEMBER, "it refuses this peer: ask its owner (network.refuse, allow)")
+        if not 1 <= number <= len(held):
+            raise _stranger()
+        secret = held[number - 1]
         theirs = await read_exactly(stream.read, NONCE_BYTES)
         about = await _read_about(stream)
         mac = await read_exactly(stream.read, MAC_BYTES)
-        transcript = (ours, theirs, str(self._transport.peer_id).encode(), str(stream.peer).encode())
-        self._check(mac, _LISTENER, transcript, about)
+        transcript = (ours, theirs, *ids)
+        _check(secret, mac, _LISTENER, transcript, about)
         # From here on they are in for us: they may open streams as soon as they have checked our proof.
-        self._proven[stream.peer] = about
-        await stream.write(_packed(self._about), self._mac(_DIALLER, transcript, self._about))
+        self._prove(stream.peer, about, secret)
+        await stream.write(_packed(self._about), _mac(secret, _DIALLER, transcript, self._about))
         if await read_exactly(stream.read, 1) != b"\x01":
             raise Misbehaved(RejectReason.BAD_MESSAGE, "our proof was not accepted")
         self._settle(stream.peer)
@@ -226,27 +268,49 @@ class Membership:
             self._answering.discard(peer)
 
     async def _prove_as_listener(self, stream: Stream) -> None:
+        if self._refusal_of(stream.peer) is not None:
+            await _tell(stream, _UNWANTED)
+        self._check_wanted(stream.peer)
         theirs = await read_exactly(stream.read, NONCE_BYTES)
+        count = (await read_exactly(stream.read, 1))[0]
+        if not 1 <= count <= SECRETS_MAX:
+            raise Misbehaved(RejectReason.BAD_MESSAGE, f"{count} secrets; a peer holds 1 to {SECRETS_MAX}")
+        hints = [await read_exactly(stream.read, HINT_BYTES) for _ in range(count)]
+        ids = (str(stream.peer).encode(), str(self._transport.peer_id).encode())
+        number, secret = self._common(hints, theirs, ids)
+        if not number:
+            await _tell(stream, _NO_SECRET)
+            raise _stranger()
         ours = self._nonce()
-        transcript = (theirs, ours, str(stream.peer).encode(), str(self._transport.peer_id).encode())
-        await stream.write(ours, _packed(self._about), self._mac(_LISTENER, transcript, self._about))
+        transcript = (theirs, ours, *ids)
+        proof = _mac(secret, _LISTENER, transcript, self._about)
+        await stream.write(bytes([number]), ours, _packed(self._about), proof)
         about = await _read_about(stream)
-        self._check(await read_exactly(stream.read, MAC_BYTES), _DIALLER, transcript, about)
-        self._proven[stream.peer] = about
+        _check(secret, await read_exactly(stream.read, MAC_BYTES), _DIALLER, transcript, about)
+        self._prove(stream.peer, about, secret)
         await stream.write(b"\x01")
         self._settle(stream.peer)
 
     # --- both ---
 
-    def _mac(self, direction: bytes, transcript: tuple[bytes, ...], about: bytes) -> bytes:
-        """Every field with its length before it, so that no two transcripts give the same bytes."""
-        fields = (_DOMAIN, direction, *transcript, about)
-        message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-        return hmac.digest(self._secret, message, "sha256")
+    def _secrets(self) -> list[bytes]:
+        return [self._secret, *self._older()][:SECRETS_MAX]
 
-    def _check(self, mac: bytes, direction: bytes, transcript: tuple[bytes, ...], about: bytes) -> None:
-        if not hmac.compare_digest(mac, self._mac(direction, transcript, about)):
-            raise Misbehaved(RejectReason.NOT_A_MEMBER, "it does not hold this swarm's secret")
+    def _common(self, hints: Sequence[bytes], nonce: bytes, ids: tuple[bytes, bytes]) -> tuple[int, bytes]:
+        """The first of the dialler's secrets that we hold too, and its number; 0 = none."""
+        for secret in self._secrets():
+            expected = _hint(secret, nonce, ids)
+            for number, hint in enumerate(hints, 1):
+                if hmac.compare_digest(hint, expected):
+                    return number, secret
+        return 0, b""
+
+    def _check_wanted(self, peer: PeerId) -> None:
+        if (reason := self._refusal_of(peer)) is not None:
+            raise Misbehaved(RejectReason.NOT_A_MEMBER, reason)
+
+    def _prove(self, peer: PeerId, about: bytes, secret: bytes) -> None:
+        self._proven[peer], self._by[peer] = about, secret
 
     def _settle(self, peer: PeerId) -> None:
         self._settled.add(peer)
@@ -254,8 +318,12 @@ class Membership:
         self._changed.unpark_all()
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
-        _log.warning("peer %s is refused: %s", peer, reason)
+        now = trio.current_time()
+        is_rare = now - self._told_refusal_at >= REFUSAL_LOG_S
+        self._told_refusal_at = now if is_rare else self._told_refusal_at
+        _log.log(logging.WARNING if is_rare else logging.DEBUG, "peer %s is refused: %s", peer, reason)
         self._proven.pop(peer, None)
+        self._by.pop(peer, None)
         self._refusals[peer] = reason
         if len(self._refusals) > REFUSALS_MAX:
             del self._refusals[next(iter(self._refusals))]
@@ -263,6 +331,34 @@ class Membership:
             await self._transport.disconnect(peer)
         finally:
             self._changed.unpark_all()
+
+
+def _mac(secret: bytes, direction: bytes, transcript: tuple[bytes, ...], about: bytes) -> bytes:
+    """Every field with its length before it, so that no two transcripts give the same bytes."""
+    fields = (_DOMAIN, direction, *transcript, about)
+    message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return hmac.digest(secret, message, "sha256")
+
+
+def _check(secret: bytes, mac: bytes, direction: bytes, transcript: tuple[bytes, ...], about: bytes) -> None:
+    if not hmac.compare_digest(mac, _mac(secret, direction, transcript, about)):
+        raise _stranger()
+
+
+def _hint(secret: bytes, nonce: bytes, ids: tuple[bytes, bytes]) -> bytes:
+    return _mac(secret, _HINT, (nonce, *ids), b"")[:HINT_BYTES]
+
+
+def _stranger() -> Misbehaved:
+    return Misbehaved(RejectReason.NOT_A_MEMBER, "it does not hold this swarm's secret")
+
+
+async def _tell(stream: Stream, verdict: int) -> None:
+    """Says why not, and leaves the other side a moment to read it before it is disconnected."""
+    with trio.move_on_after(VERDICT_S), suppress(Unreachable):
+        await stream.write(bytes([verdict]))
+        while await stream.read():
+            pass
 
 
 def _packed(about: bytes) -> bytes:

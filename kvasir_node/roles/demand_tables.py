@@ -3,7 +3,7 @@
 It does not know who listens to it, nor leases: it is the validator of a topic to which every member of the swarm, and
 at the port even a stranger, can write. A table is taken, and passed on, only when
 
-- a member sent it (a MAC by the swarm's secret) and its signature is that of the hub that published it;
+- a member sent it that may be a hub (wire/hub_proof) and its signature is that of the hub that published it;
 - that hub did not send more than its share lately, which is looked at before anything dear is done;
 - its clock is within bounds, and it is newer than what its hub said before;
 - there is room: of hubs that we have not met ourselves only so many are believed, as a member may make up names.
@@ -24,7 +24,8 @@ import trio
 from kvasir_node.base.errors import Misbehaved
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.rate import TokenBucket
-from kvasir_node.wire.envelope import open_record, strip_membership
+from kvasir_node.wire.envelope import open_record
+from kvasir_node.wire.hub_proof import HubProofs
 from kvasir_node.wire.messages import TABLE_BYTES_MAX, DemandTable
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,14 @@ class DemandTables:
 
     def __init__(
         self,
-        secret: bytes,
+        proofs: HubProofs,
         *,
         clock_skew_max_s: float,
         interval_min_s: float,
         is_met: Callable[[PeerId], bool],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._secret = secret
+        self._proofs = proofs
         self._clock_skew_max_s = clock_skew_max_s
         self._tables_s = RATE_FACTOR / interval_min_s
         self._is_met = is_met
@@ -65,7 +66,7 @@ class DemandTables:
     def take(self, publisher: PeerId, data: bytes) -> bool:
         """A GossipValidator: keeps the table; False when it changes nothing."""
         try:
-            sealed = strip_membership(self._secret, data)
+            sealed = self._proofs.open(publisher, data)
             hub = self._room_for(publisher)
             if hub is None or hub.bucket.wait_s(trio.current_time()) > 0:
                 return False

@@ -24,7 +24,7 @@ from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Gossip, Stream
 from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND, skew_words
 from kvasir_node.roles.hub_news import HEARTBEAT_S, AskHub, HubNewsTeller, counts_of, lease_counts
-from kvasir_node.wire.envelope import SignFunction, open_record, seal, with_membership
+from kvasir_node.wire.envelope import SignFunction, open_record, seal
 from kvasir_node.wire.lists import NEWS_SLICES_MAX, SLICES_MAX, TABLE_MODELS_MAX, LeaseCount, TableRow
 from kvasir_node.wire.messages import (
     MESSAGE_BYTES_MAX,
@@ -40,13 +40,14 @@ from kvasir_node.wire.messages import (
     Renewals,
     Verdicts,
 )
+from kvasir_node.wire.swarm_keys import COORDINATOR, HUB
 
 logger = logging.getLogger(__name__)
 
 DEMAND_KIND = "demand"
 IN_FLIGHT_MAX = 16  # calls of one peer
 MODELS_MAX = 4096  # whose names are remembered
-TABLE_OVERHEAD_BYTES = 430  # gossipsub's envelope 190, our signature and proof of membership 200, transport 40
+TABLE_OVERHEAD_BYTES = 495  # gossipsub's envelope 190, our signature and proof that this is a hub 265, transport 40
 MESH_COPIES = 3.0  # of a table that a node sees: half of a mesh's degree of 6, as each link carries it once
 BUDGET_HUBS_MAX = 8  # hubs that share the budget of tables at most: made-up ones must not silence this one
 REST_FACTOR = 5.0  # PlacementLimits.idle_poll_factor: how much rarer nodes poll while nothing is wanted
@@ -64,7 +65,9 @@ class _OtherHub:
 
 
 class Hub:
-    """See the module. `table_changed` hears every table this hub publishes, for the worker of the same node."""
+    """See the module. `table_changed` hears every table this hub publishes, for the worker of the same node;
+    `prove` puts before a table what shows that a hub of this swarm sent it; `may` tells whether a peer may be what
+    some messages come from: a coordinator, another hub."""
 
     def __init__(
         self,
@@ -73,8 +76,9 @@ class Hub:
         sign: SignFunction,
         gossip: Gossip,
         topic: str,
-        secret: bytes,
         *,
+        prove: Callable[[bytes], bytes],
+        may: Callable[[PeerId, str], bool],
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
         address_of: Callable[[PeerId], str] = lambda _: "",
@@ -87,7 +91,8 @@ class Hub:
         self._sign = sign
         self._gossip = gossip
         self._topic = topic
-        self._secret = secret
+        self._prove = prove
+        self._may = may
         self._addresses = addresses
         self._table_changed = table_changed
         self._address_of = address_of
@@ -134,6 +139,7 @@ class Hub:
         await trio.lowlevel.checkpoint()
         match method:
             case MarketMethod.REPORT:
+                self._require(peer, COORDINATOR)
                 self._on_report(peer, body)
                 answer = b""
             case MarketMethod.POLL:
@@ -145,11 +151,16 @@ class Hub:
                     self._market.release(peer, given_back.lease, trio.current_time())
                 answer = b""
             case MarketMethod.TELL:
+                self._require(peer, HUB)
                 answer = self._on_tell(peer, HubNews.from_bytes(body))
             case _:
                 raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a hub has no method {method}")
         self._changed.set()
         return (answer,)
+
+    def _require(self, peer: PeerId, role: str) -> None:
+        if not self._may(peer, role):
+            raise Misbehaved(RejectReason.NOT_A_MEMBER, f"the ticket of {peer} does not let it be a {role}")
 
     async def run(self) -> None:
         """Gossips the table, and tells other hubs, until cancelled."""
@@ -326,7 +337,7 @@ class Hub:
         self._table_changed(table)
         body = table.to_bytes()
         sealed = seal(TABLE_KIND, body, self._peer_id, self._sign)
-        await self._gossip.publish(self._topic, with_membership(self._secret, sealed))
+        await self._gossip.publish(self._topic, self._prove(sealed))
         return len(body)
 
     def snapshot(self) -> HubSnapshot:

@@ -12,14 +12,22 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import trio
 
 import kvasir_node
-from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, Misbehaved, UsageError
+from kvasir_node.base.errors import (
+    BugError,
+    CapacityError,
+    DataError,
+    KvasirError,
+    Misbehaved,
+    RejectReason,
+    UsageError,
+)
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import Cid, ModelId, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
@@ -35,7 +43,7 @@ from kvasir_node.decide.placement import DemandSeen, HubsKnown
 from kvasir_node.model.manifest import decode_manifest
 from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
-from kvasir_node.net.libp2p_host import open_libp2p_transport
+from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.rpc import one_call
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
@@ -58,13 +66,15 @@ from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
+from kvasir_node.roles.reaching import Reaching
 from kvasir_node.roles.slowdown import Pace, stretched
-from kvasir_node.roles.swarm_key import SwarmKey, read_swarm_key
+from kvasir_node.roles.swarm_key import Renewal, SwarmKey, granted_roles, read_swarm_key, refusal_of
 from kvasir_node.roles.throttle import Throttle
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
 from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.hub_proof import HubProofs, with_hub_proof
 from kvasir_node.wire.messages import (
     BLOCKS_PROTOCOL,
     EXPERTS_PROTOCOL,
@@ -74,7 +84,8 @@ from kvasir_node.wire.messages import (
     DemandTable,
     MarketMethod,
 )
-from kvasir_node.wire.ticket import Ticket, swarm_id, write_ticket
+from kvasir_node.wire.swarm_keys import COORDINATOR, read_secret, swarm_id
+from kvasir_node.wire.ticket import Ticket, write_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +121,7 @@ class Node:
         self._served_since = int(time.time())
         self._topic = f"/kvasir/demand/1.0.0/{swarm_id(swarm.secret)}"
         self._tables = DemandTables(
-            swarm.secret,
+            HubProofs(swarm.valid_keys),
             clock_skew_max_s=settings.market.clock_skew_max_s,
             interval_min_s=settings.market.gossip_interval_min_s,
             is_met=membership.is_member,
@@ -120,6 +131,7 @@ class Node:
             transport.peer_id,
             is_hub="hub" in settings.node.roles,
             hubs_changed=self._on_hubs,
+            keys=swarm.valid_keys,
         )
         self._downloads = Throttle(settings.store.download_bytes_s)
         rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
@@ -133,6 +145,7 @@ class Node:
         self.hub: Hub | None = None
         self.worker: Worker | None = None
         self._keeper: Keeper | None = None
+        self._reaching: Reaching | None = None
 
     @property
     def settings(self) -> Settings:
@@ -151,7 +164,8 @@ class Node:
             self._transport.sign,
             self._gossip,
             self._topic,
-            self._swarm.secret,
+            prove=lambda record: with_hub_proof(self._swarm.valid_keys(), self._transport.peer_id, record),
+            may=self._may,
             addresses=self._transport.addresses,
             table_changed=self._on_own_table,
             address_of=self._network_address,
@@ -188,6 +202,10 @@ class Node:
             others=self._membership.members,
         )
 
+    def add_reaching(self, transport: Libp2pTransport) -> None:
+        is_hub = self.hub is not None
+        self._reaching = Reaching(transport, self._membership, self._settings.network, self._peers.hubs, is_hub=is_hub)
+
     def add_library(self, store: BlockStore, catalog: Catalog) -> None:
         self._puller = Puller(self.fetcher(store), catalog, models_dir(self._settings), self._membership.members)
 
@@ -211,7 +229,7 @@ class Node:
             self._transport,
             fetcher,
             ask_hub=self._ask_hub,
-            require_member=self._require_member,
+            require_member=self._require_coordinator,
             compute=compute if self._pace is None else stretched(compute, self._pace),
         )
         self._keeper = Keeper(self._settings.worker, self.worker)
@@ -235,6 +253,8 @@ class Node:
         if self._keeper is not None:
             self._keep_running(nursery, "the keeper of its owner's wishes", self._keeper.run)
         self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
+        if self._reaching is not None:
+            self._keep_running(nursery, "the search for ways through NATs", self._reaching.run)
         self._keep_running(nursery, "joining", self._joiner.run)
         self._keep_running(nursery, "the search for hubs", self._search.run)
 
@@ -273,7 +293,7 @@ class Node:
 
     async def _follow_tables(self) -> None:
         """Hears the tables of other hubs, whatever our roles: who does not listen to a topic does not pass it on."""
-        received = await self._gossip.subscribe(self._topic, self._tables.take)
+        received = await self._gossip.subscribe(self._topic, self._take_table)
         async for hub, _ in received:
             table = self._tables.table_of(hub)
             if table is None:
@@ -283,9 +303,15 @@ class Node:
                 self.hub.hear(hub, table)
             self._tell_demand()
 
+    def _take_table(self, publisher: PeerId, data: bytes) -> bool:
+        return _refusal(self._settings, publisher) is None and self._tables.take(publisher, data)
+
     def _tell_demand(self) -> None:
         if self.worker is not None:
             self.worker.tell(DemandSeen(self._tables.open_copies(self.worker.room()), self._tables.idle()))
+
+    def _may(self, peer: PeerId, role: str) -> bool:
+        return peer == self._transport.peer_id or self._peers.has_role(peer, role)
 
     async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
         if hub == self._transport.peer_id and self.hub is not None:
@@ -312,6 +338,11 @@ class Node:
 
     async def _require_member(self, peer: PeerId) -> None:
         await self._membership.require(peer, MEMBER_TIMEOUT_S)
+
+    async def _require_coordinator(self, peer: PeerId) -> None:
+        await self._require_member(peer)
+        if not self._peers.has_role(peer, COORDINATOR):
+            raise Misbehaved(RejectReason.NOT_A_MEMBER, f"{peer} offers work, but its ticket lets it be no coordinator")
 
     def _network_address(self, peer: PeerId) -> str:
         """The host part of a peer's address, for caps per address."""
@@ -397,7 +428,8 @@ class Node:
 
     def _members(self) -> tuple[MemberSnapshot, ...]:
         known = islice(self._peers.about().items(), MEMBERS_SHOWN_MAX)
-        return tuple(MemberSnapshot(peer, about.name, about.roles) for peer, about in known)
+        paths = {each.peer: each.path for each in self._transport.connections()}
+        return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = [*self._emulations(), *self._joiner.warnings(), *self._demand_refusals.values()]
@@ -428,12 +460,17 @@ class Node:
     def _net_snapshot(self) -> NetSnapshot:
         connections = self._transport.connections()
         relayed = sum(1 for c in connections if c.path == "relay")
+        reaching = self._reaching
         return NetSnapshot(
             peers=len(connections),
             direct=len(connections) - relayed,
             relayed=relayed,
             bytes_in=self._transport.bytes_in,
             bytes_out=self._transport.bytes_out,
+            reachability=str(reaching.reachability) if reaching is not None else "unknown",
+            nat=str(reaching.nat) if reaching is not None else "unknown",
+            relays=reaching.relays if reaching is not None else (),
+            carried=reaching.carried if reaching is not None else 0,
         )
 
 
@@ -463,8 +500,35 @@ def _load_model(settings: Settings, catalog: Catalog, store: BlockStore) -> Load
     return load_model(entry.path, manifest, settings)
 
 
+def _with_granted_roles(settings: Settings, swarm: SwarmKey) -> Settings:
+    is_asked = settings.origins.get("node.roles", "default") != "default"
+    roles = granted_roles(settings.node.roles, read_secret(swarm.secret), is_asked=is_asked)
+    return replace(settings, node=replace(settings.node, roles=roles))
+
+
+def _refusal(settings: Settings, peer: PeerId) -> str | None:
+    return refusal_of(peer, settings.network.allow, settings.network.refuse)
+
+
+def _open_membership(settings: Settings, transport: Transport, swarm: SwarmKey) -> Membership:
+    """The grants under a secret that is being replaced are told, too: who has only that one can read no others."""
+    peer = transport.peer_id
+    grants = [pair for keys in swarm.valid_keys() for pair in keys.grants(peer).items()]
+    name, roles = node_name(settings, peer), settings.node.roles
+    about = About(name, kvasir_node.__version__, roles, transport.addresses(), tuple(grants))
+    return Membership(
+        transport,
+        read_secret(swarm.secret).entry,
+        about.to_bytes(),
+        older=lambda: [keys.entry for keys in swarm.valid_keys()[1:]],
+        refusal_of=lambda other: _refusal(settings, other),
+    )
+
+
 @asynccontextmanager
-async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncIterator[Node]:
+async def open_node(
+    settings: Settings, *, faults: Faults = NO_FAULTS, renewal: Renewal = Renewal.KEEP
+) -> AsyncIterator[Node]:
     """A node with the roles of the settings, ready to serve, until the block ends.
 
     Raises UsageError, DataError and CapacityError for what the settings ask for and cannot be had; BugError, inside
@@ -474,7 +538,9 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     keep_torch_cache(data_dir)
     use_threads(settings.node.threads)
-    swarm = read_swarm_key(settings.network.join, data_dir)
+    network = settings.network
+    swarm = read_swarm_key(network.join, data_dir, renewal=renewal, old_secret_s=network.old_secret_s)
+    settings = _with_granted_roles(settings, swarm)
     roles = settings.node.roles
     if "worker" in roles:
         lower_priority(settings.worker.niceness)
@@ -486,8 +552,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
         open_libp2p_transport(settings.network, data_dir / "node.key") as transport,
         open_gossip(transport) as gossip,
     ):
-        about = About(node_name(settings, transport.peer_id), kvasir_node.__version__, roles, transport.addresses())
-        membership = Membership(transport, swarm.secret, about.to_bytes())
+        membership = _open_membership(settings, transport, swarm)
         node = Node(settings, transport, membership, gossip, swarm)
         node.add_library(store, catalog)
         if "hub" in roles:
@@ -497,6 +562,7 @@ async def open_node(settings: Settings, *, faults: Faults = NO_FAULTS) -> AsyncI
         if "worker" in roles:
             node.add_worker(store, faults.compute)
         node.serve_blocks(faults.served(store))
+        node.add_reaching(transport)
         if isinstance(model, str):
             await node.pull_before_start(model)
             node.add_coordinator(await trio.to_thread.run_sync(_load_model, settings, catalog, store), store)

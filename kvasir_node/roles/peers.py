@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -18,6 +18,7 @@ from kvasir_node.net.dialler import parse_addresses
 from kvasir_node.net.hello import MemberJoined, Membership
 from kvasir_node.net.transport import Transport
 from kvasir_node.wire.messages import About
+from kvasir_node.wire.swarm_keys import SwarmKeys, has_role
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,21 @@ RequireMember = Callable[[PeerId], Awaitable[None]]
 class Peers:
     """Members that are connected now. `hubs_changed` hears the hubs, ourselves first if we are one.
 
-    It is also called when a hub joined anew that was here before: it may have been restarted and know nothing.
+    It is also called when a hub joined anew that was here before: it may have been restarted and know nothing. A role
+    that a member's ticket does not let it take is not believed (`keys`: of the secrets that count now).
     """
 
     def __init__(
-        self, membership: Membership, own: PeerId, *, is_hub: bool, hubs_changed: Callable[[tuple[PeerId, ...]], None]
+        self,
+        membership: Membership,
+        own: PeerId,
+        *,
+        is_hub: bool,
+        hubs_changed: Callable[[tuple[PeerId, ...]], None],
+        keys: Callable[[], Sequence[SwarmKeys]],
     ) -> None:
         self._membership = membership
+        self._keys = keys
         self._own = (own,) if is_hub else ()
         self._hubs_changed = hubs_changed
         self._about: dict[PeerId, About | None] = {}  # None: what it says cannot be read
@@ -78,7 +87,10 @@ class Peers:
             logger.warning("member %s says nothing readable about itself: %s", peer, error)
             return None
         self._remember(peer, about.name)
-        return about
+        roles = tuple(role for role in about.roles if has_role(self._keys(), peer, role, about.grants))
+        if roles != about.roles:
+            logger.warning("member %s (%s) claims roles that its ticket does not let it take", peer, about.name)
+        return replace(about, roles=roles)
 
     def _remember(self, peer: PeerId, name: str) -> None:
         self._names.pop(peer, None)
@@ -89,6 +101,11 @@ class Peers:
     def hubs(self) -> tuple[PeerId, ...]:
         others = (peer for peer, about in self._about.items() if about is not None and "hub" in about.roles)
         return (*self._own, *others)
+
+    def has_role(self, peer: PeerId, role: str) -> bool:
+        """Whether a member is what it says, by its ticket; also of one whose joining was not looked at yet."""
+        about = self._about.get(peer) or (self._read(peer) if self._membership.is_member(peer) else None)
+        return about is not None and role in about.roles
 
     def about(self) -> dict[PeerId, About]:
         return {peer: about for peer, about in self._about.items() if about is not None}

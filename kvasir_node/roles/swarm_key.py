@@ -1,38 +1,106 @@
 """Which swarm this node is in: its secret, kept in the data directory, and where it wants to connect.
 
-It does not know how membership is proved or connections are made.
+It does not know how membership is proved or connections are made. While one secret replaces another, the old one is
+kept in a second file until its time is over, so that nodes which have only that one are still members meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from kvasir_node.base.errors import DataError, UsageError
+from kvasir_node.base.errors import DataError, Misbehaved, UsageError
+from kvasir_node.base.ids import PeerId
 from kvasir_node.roles.peers import join_targets
-from kvasir_node.wire.ticket import PREFIX, SECRET_BYTES, read_ticket, swarm_id
+from kvasir_node.wire.envelope import public_key_of
+from kvasir_node.wire.swarm_keys import (
+    SECRET_BYTES_MAX,
+    SwarmKeys,
+    new_secret,
+    read_secret,
+    replacing_secret,
+    swarm_id,
+)
+from kvasir_node.wire.ticket import PREFIX, read_ticket
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "swarm.key"
+OLD_FILE_NAME = "swarm.key.old"  # seconds since 1970 until which it counts (8, big-endian), then the secret
+_UNTIL_BYTES = 8
+
+
+class Renewal(Enum):
+    """What a node does about its secret when it starts."""
+
+    KEEP = "keep"
+    SWARM = "swarm"  # a swarm of its own
+    SECRET = "secret"  # another secret for the same swarm
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmKey:
-    """The swarm's secret, and addresses (with /p2p/PEER) of peers in it."""
+    """The swarm's secret, and addresses (with /p2p/PEER) of peers in it; the secret that it replaced, and until when
+    that counts, in seconds since 1970."""
 
     secret: bytes
     join: tuple[str, ...]
+    old_secret: bytes = b""
+    old_until: float = 0.0
+
+    def valid_keys(self, wall: Callable[[], float] = time.time) -> tuple[SwarmKeys, ...]:
+        """Those that count now, the newest first."""
+        old = (read_secret(self.old_secret),) if self.old_secret and wall() < self.old_until else ()
+        return (read_secret(self.secret), *old)
+
+
+def granted_roles(wanted: Sequence[str], keys: SwarmKeys, *, is_asked: bool) -> tuple[str, ...]:
+    """The roles of a node that wants these: without those that its ticket does not grant, if nobody asked for them.
+
+    Raises UsageError for one that was asked for, and where none is left.
+    """
+    missing = [role for role in wanted if role not in keys.roles]
+    left = tuple(role for role in wanted if role in keys.roles)
+    if missing and (is_asked or not left):
+        may_be, lacks = " or ".join(keys.roles), " and ".join(missing)
+        raise UsageError(
+            f"the ticket of this node lets it be {may_be}, not {lacks}; ask for one with "
+            f"`kvasir-node ticket --role {','.join(missing)}`, or start it with --role {keys.roles[0]}"
+        )
+    if missing:
+        logger.info("this node is no %s, as its ticket does not let it", " and no ".join(missing))
+    return left
+
+
+def refusal_of(peer: PeerId, allow: Sequence[str], refuse: Sequence[str]) -> str | None:
+    """Why the owner of this node lets a peer in under no secret; None = it may come in."""
+    if peer in refuse:
+        return f"{peer} is listed in network.refuse"
+    if allow and peer not in allow:
+        return f"{peer} is not listed in network.allow"
+    return None
+
+
+def check_peer_lists(allow: Sequence[str], refuse: Sequence[str]) -> None:
+    """Raises UsageError for what is no peer id: a slip there would let in whom it should keep out."""
+    for key, peers in (("network.allow", allow), ("network.refuse", refuse)):
+        for peer in peers:
+            try:
+                public_key_of(PeerId(peer))
+            except Misbehaved as error:
+                raise UsageError(f"{key} lists peer ids, as `kvasir-node id` prints them; got {peer[:64]!r}") from error
 
 
 def read_join(join: Sequence[str]) -> tuple[bytes | None, tuple[str, ...]]:
     """The secret of the tickets in `join`, if there are any, and all addresses.
 
-    Raises UsageError for tickets that are damaged or of different swarms, and for addresses that name no peer.
+    Of tickets that differ only in what they let a node do, the one that lets it do most counts. Raises UsageError for
+    tickets that are damaged or of different swarms, and for addresses that name no peer.
     """
     addresses: list[str] = []
     given: bytes | None = None
@@ -41,57 +109,115 @@ def read_join(join: Sequence[str]) -> tuple[bytes | None, tuple[str, ...]]:
             addresses.append(item)
             continue
         ticket = read_ticket(item)
-        if given not in (None, ticket.secret):
-            raise UsageError("the tickets given with --join are of different swarms; a node is in one")
-        given = ticket.secret
+        if given is not None and read_secret(given).entry != read_secret(ticket.secret).entry:
+            raise UsageError(
+                "the tickets given with --join are of different swarms, or of one before and after its "
+                "secret was replaced; a node is in one swarm: give the newest ticket alone"
+            )
+        given = _stronger(given, ticket.secret)
         addresses += ticket.addresses
     join_targets(addresses)
     return given, tuple(dict.fromkeys(addresses))
 
 
-def read_swarm_key(join: Sequence[str], data_dir: Path) -> SwarmKey:
+def read_swarm_key(
+    join: Sequence[str],
+    data_dir: Path,
+    *,
+    renewal: Renewal = Renewal.KEEP,
+    old_secret_s: float,
+    wall: Callable[[], float] = time.time,
+) -> SwarmKey:
     """The secret of the tickets in `join`, else the one kept in the data directory, else a new one.
 
-    A ticket's secret replaces the kept one, so that the node stays in that swarm. Raises as `read_join`, UsageError
-    when the secret cannot be kept, DataError for a damaged or unreadable file.
+    A ticket's secret replaces the kept one, so that the node stays in that swarm; where it is a new secret of the same
+    swarm the kept one counts for another `old_secret_s`. Raises as `read_join`, UsageError when the secret cannot be
+    kept or may not be renewed, DataError for a damaged or unreadable file.
     """
     given, addresses = read_join(join)
     path = data_dir / FILE_NAME
-    kept = _read(path, given)
-    secret = given or kept or secrets.token_bytes(SECRET_BYTES)
-    if kept is not None and secret != kept:
-        logger.warning("this node leaves swarm %s and joins %s, as its ticket says", swarm_id(kept), swarm_id(secret))
+    may_replace = given is not None or renewal is Renewal.SWARM
+    kept = _read(path, may_replace=may_replace)
+    secret = _chosen(given, kept, renewal)
+    old_path = data_dir / OLD_FILE_NAME
+    if kept is not None and _is_replaced(kept, secret):
+        logger.info("swarm %s has a new secret; the old one counts for %.1f h", swarm_id(secret), old_secret_s / 3600)
+        _write(old_path, int(wall() + old_secret_s).to_bytes(_UNTIL_BYTES, "big") + kept)
+    elif kept is not None and swarm_id(kept) != swarm_id(secret):
+        logger.warning("this node leaves swarm %s and joins %s", swarm_id(kept), swarm_id(secret))
+        old_path.unlink(missing_ok=True)
     if secret != kept:
         _write(path, secret)
-    return SwarmKey(secret, addresses)
+    old_until, old_secret = _read_old(old_path)
+    return SwarmKey(secret, addresses, old_secret, old_until)
 
 
-def _read(path: Path, given: bytes | None) -> bytes | None:
-    """The kept secret; None when there is none, or a ticket replaces a damaged one."""
+def _chosen(given: bytes | None, kept: bytes | None, renewal: Renewal) -> bytes:
+    if renewal is not Renewal.KEEP and given is not None:
+        raise UsageError("a node that joins with a ticket takes the secret in it; make a new one without --join TICKET")
+    if renewal is Renewal.SWARM:
+        return new_secret()
+    if renewal is Renewal.SECRET:
+        if kept is None:
+            raise UsageError("this node is in no swarm yet, so there is no secret to replace; start it without that")
+        return replacing_secret(kept)
+    if given is not None and kept is not None and read_secret(given).entry == read_secret(kept).entry:
+        return _stronger(kept, given)
+    return given or kept or new_secret()
+
+
+def _stronger(one: bytes | None, other: bytes) -> bytes:
+    """Of two spellings of one secret the one that lets its holder do more; the first of equals."""
+    if one is None:
+        return other
+    return max(one, other, key=lambda secret: (read_secret(secret).is_root, len(read_secret(secret).private)))
+
+
+def _is_replaced(kept: bytes, secret: bytes) -> bool:
+    old, new = read_secret(kept), read_secret(secret)
+    return old.name == new.name and old.entry != new.entry
+
+
+def _read(path: Path, *, may_replace: bool) -> bytes | None:
+    """The kept secret; None when there is none, or a damaged one is to be replaced."""
     try:
         kept = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; give this user access to it") from error
-    if len(kept) == SECRET_BYTES:
-        return kept
-    if given is not None:
-        return None
-    raise DataError(
-        f"{path} must hold {SECRET_BYTES} bytes, it has {len(kept)}; join with a ticket to replace it, or remove it "
-        "for a new swarm"
-    )
+    try:
+        read_secret(kept)
+    except UsageError as error:
+        if may_replace:
+            return None
+        raise DataError(
+            f"{path} is damaged: {error}; join with a ticket to replace it, or start with --new-swarm"
+        ) from error
+    return kept
 
 
-def _write(path: Path, secret: bytes) -> None:
+def _read_old(path: Path) -> tuple[float, bytes]:
+    """(until, secret); nothing where there is none that can be read: it only ever lasts a while."""
+    try:
+        content = path.read_bytes()[: _UNTIL_BYTES + SECRET_BYTES_MAX + 1]
+        read_secret(content[_UNTIL_BYTES:])
+    except FileNotFoundError:
+        return 0.0, b""
+    except (OSError, UsageError) as error:
+        logger.warning("%s cannot be read (%s); nodes that have only the old secret are strangers now", path, error)
+        return 0.0, b""
+    return float(int.from_bytes(content[:_UNTIL_BYTES], "big")), content[_UNTIL_BYTES:]
+
+
+def _write(path: Path, content: bytes) -> None:
     """Mode 0600; a crash leaves the old file or the new one."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(secret)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)

@@ -7,7 +7,6 @@ checked without knowing its issuer. Source: libp2p specs, peer-ids/peer-ids.md, 
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ from kvasir_node.wire.codec import Fields, decode, encode
 _ED25519_PREFIX = bytes.fromhex("002408011220")
 _PEER_ID_CHARS_MAX = 64
 _OVERHEAD_BYTES = 256
-_MAC_BYTES = 32
 SignFunction = Callable[[bytes], bytes]
 
 
@@ -63,25 +61,6 @@ def open_record(kind: str, data: bytes | memoryview, *, body_bytes_max: int) -> 
     except InvalidSignature as error:
         raise Misbehaved(RejectReason.BAD_SIGNATURE, f"{what} is not signed by its issuer {issuer}") from error
     return SignedRecord(issuer, body)
-
-
-def with_membership(secret: bytes, data: bytes) -> bytes:
-    """Puts a proof before data that it was sent by someone who holds the swarm's secret, for channels that strangers
-    can write to (gossip). It proves nothing about who: the record inside is signed for that."""
-    return _membership_mac(secret, data) + data
-
-
-def strip_membership(secret: bytes, data: bytes | memoryview) -> bytes:
-    """The data behind a proof; raises Misbehaved (not_a_member) when the proof is missing or wrong."""
-    raw = bytes(data)
-    proof, inner = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
-    if not hmac.compare_digest(proof, _membership_mac(secret, inner)):
-        raise Misbehaved(RejectReason.NOT_A_MEMBER, "a record comes without proof that a member sent it")
-    return inner
-
-
-def _membership_mac(secret: bytes, data: bytes) -> bytes:
-    return hmac.digest(secret, b"kvasir-node/member/1\0" + data, "sha256")
 
 
 def _signed_bytes(kind: str, body: bytes) -> bytes:

@@ -59,6 +59,7 @@ from kvasir_node.wire.readers import (
     cut_addresses,
     no_repeats,
     read_address,
+    read_bytes,
     read_dtype,
     read_integer,
     read_model,
@@ -73,6 +74,7 @@ MARKET_PROTOCOL = "/kvasir/market/1.0.0"
 EXPERTS_PROTOCOL = "/kvasir/experts/1.0.0"
 BLOCKS_PROTOCOL = "/kvasir/blocks/1.0.0"
 MESSAGE_BYTES_MAX = 1 << 20
+GRANTS_MAX = 4  # two roles, under two secrets while one replaces the other
 TABLE_BYTES_MAX = 60_000  # under gossipsub's 64 KiB
 RENEWALS_MAX = 256  # leases in one message; a worker with more sends several
 REFUSED_MAX = 256  # told in one record of demand, those that came last
@@ -464,10 +466,12 @@ class About:
     version: str
     roles: tuple[str, ...]
     addresses: tuple[str, ...]
+    grants: tuple[tuple[str, bytes], ...] = ()  # role, and the proof that this peer may take it (wire/swarm_keys)
 
     def to_bytes(self) -> bytes:
         name, addresses = self.name[:NAME_CHARS_MAX], cut_addresses(self.addresses)
-        return encode({"name": name, "version": self.version, "roles": list(self.roles), "addrs": addresses})
+        fields = {"name": name, "version": self.version, "roles": list(self.roles), "addrs": addresses}
+        return encode({**fields, "grants": [[role, grant] for role, grant in self.grants]})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> About:
@@ -477,9 +481,15 @@ class About:
             version=fields.text("version", 32),
             roles=fields.items("roles", 3, lambda item: read_text(item, 16)),
             addresses=fields.items("addrs", ADDRESSES_MAX, read_address),
+            grants=fields.items("grants", GRANTS_MAX, _grant),
         )
         fields.end()
         return about
+
+
+def _grant(value: Any) -> tuple[str, bytes]:
+    role, grant = read_row(value, 2, "a role and its grant")
+    return read_text(role, 16), read_bytes(grant)
 
 
 def _read(data: bytes | memoryview, what: str) -> Fields:

@@ -1,7 +1,8 @@
 """Tickets: the one line that lets a node join a swarm.
 
 "kvasir1" and base32 (lower case, unpadded) of canonical CBOR {s: secret, a: addresses} and four bytes of its sha2-256,
-so that a mistyped ticket is told from a wrong one. A ticket is a secret. It does not know who may have one.
+so that a mistyped ticket is told from a wrong one. A ticket is a secret. It does not know who may have one, nor what
+its secret lets its holder do (wire/swarm_keys).
 """
 
 from __future__ import annotations
@@ -13,25 +14,19 @@ from dataclasses import dataclass
 from kvasir_node.base.errors import Misbehaved, UsageError
 from kvasir_node.wire.codec import Fields, decode, encode
 from kvasir_node.wire.readers import ADDRESSES_MAX, read_address
+from kvasir_node.wire.swarm_keys import SECRET_BYTES_MAX, read_secret
 
 PREFIX = "kvasir1"
-SECRET_BYTES = 32
 _BYTES_MAX = 4096
 _CHECK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A swarm's secret, and addresses (with /p2p/PEER) where it can be joined."""
+    """A swarm's secret, whole or for some roles, and addresses (with /p2p/PEER) where it can be joined."""
 
     secret: bytes
     addresses: tuple[str, ...]
-
-
-def swarm_id(secret: bytes) -> str:
-    """A public name of the swarm, which says nothing about the secret."""
-    digest = hashlib.sha256(b"kvasir-node/swarm-id/1\0" + secret).digest()
-    return base64.b32encode(digest[:10]).decode("ascii").lower()
 
 
 def write_ticket(ticket: Ticket) -> str:
@@ -60,12 +55,11 @@ def read_ticket(text: str) -> Ticket:
         raise damaged
     try:
         fields = Fields(decode(body, max_bytes=_BYTES_MAX, what="ticket"), "ticket")
-        ticket = Ticket(fields.binary("s", SECRET_BYTES), fields.items("a", ADDRESSES_MAX, read_address))
+        ticket = Ticket(fields.binary("s", SECRET_BYTES_MAX), fields.items("a", ADDRESSES_MAX, read_address))
         fields.end()
-    except Misbehaved:
-        raise other_version from None  # its message may show the secret
-    if len(ticket.secret) != SECRET_BYTES:
-        raise other_version
+        read_secret(ticket.secret)
+    except (Misbehaved, UsageError):
+        raise other_version from None  # a message may show the secret
     return ticket
 
 

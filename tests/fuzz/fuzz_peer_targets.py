@@ -22,6 +22,7 @@ from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Ping
 from kvasir_node.base.errors import Unreachable
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
+from kvasir_node.net import hello
 from kvasir_node.net.dialler import parse_addresses, plan_dials
 from kvasir_node.net.express import DirectionKey, ExpressChannel, answer_body, result_of
 from kvasir_node.net.express_door import MAGIC, OPENING_BYTES, TOKEN_BYTES, Invitations, _Invitation, _keys
@@ -306,12 +307,14 @@ PEER_TARGETS: dict[str, Callable[[bytes], None]] = {
 
 def _hello_seeds() -> tuple[bytes, bytes]:
     """What the other side of a whole hello sends, as dialler and as listener."""
-    membership, _ = _membership()
     packed = len(ABOUT).to_bytes(2, "little") + ABOUT
-    as_dialler = (NONCE, NONCE, THEIRS.encode(), OURS.encode())
+    ids = (THEIRS.encode(), OURS.encode())
+    as_dialler = (NONCE, NONCE, *ids)
     as_listener = (NONCE, NONCE, OURS.encode(), THEIRS.encode())
-    dialler = NONCE + packed + membership._mac(b"dialler", as_dialler, ABOUT)
-    return dialler, NONCE + packed + membership._mac(b"listener", as_listener, ABOUT) + b"\x01"
+    dialler = NONCE + b"\x01" + hello._hint(SECRET, NONCE, ids)
+    dialler += packed + hello._mac(SECRET, b"dialler", as_dialler, ABOUT)
+    listener = b"\x01" + NONCE + packed + hello._mac(SECRET, b"listener", as_listener, ABOUT) + b"\x01"
+    return dialler, listener
 
 
 def _websocket_seed() -> bytes:

@@ -1,5 +1,5 @@
 import hmac
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import Unreachable, UsageError
+from kvasir_node.net import hello
 from kvasir_node.net.hello import ABOUT_BYTES_MAX, HELLO_PROTOCOL, HELLO_TIMEOUT_S, MemberJoined, MemberLeft, Membership
 from kvasir_node.net.memory_net import Link, open_memory_network
 
@@ -115,12 +116,12 @@ class Recorder:
     def __init__(self, transport) -> None:
         self.transport = transport
 
-    async def attempt(self, peer, nonce, rest):
-        """Sends a nonce, reads the answer, sends `rest(answer)`; returns (answer, verdict)."""
+    async def attempt(self, peer, first, rest):
+        """Sends a first message, reads the answer, sends `rest(answer)`; returns (answer, verdict)."""
         stream = await self.transport.open_stream(peer, HELLO_PROTOCOL)
-        await stream.write(nonce)
-        answer = b""
-        while len(answer) < 32 + 2 + len(b"right") + 32:
+        await stream.write(first)
+        answer = bytes(await stream.read())
+        while answer[0] == 1 and len(answer) < 1 + 32 + 2 + len(b"right") + 32:
             answer += await stream.read()
         await stream.write(rest(answer))
         try:
@@ -129,9 +130,106 @@ class Recorder:
             return answer, None
 
 
+def hello_of(transport, peer, secret=SECRET) -> bytes:
+    """The first message of a peer that holds the secret."""
+    ids = (transport.peer_id.encode(), peer.encode())
+    return bytes(32) + b"\x01" + hello._hint(secret, bytes(32), ids)
+
+
+async def everything_said(stream) -> bytes:
+    said = b""
+    with suppress(Unreachable):
+        while chunk := await stream.read():
+            said += bytes(chunk)
+    return said
+
+
+async def test_a_stranger_is_told_nothing_at_all(autojump_clock):
+    """Nor is one that repeats what a member said: a hint is of one pair of peers."""
+    async with two_members() as (network, (left, right), (_, of_right)):
+        guessing = network.transport("guessing")
+        for stranger, first in (
+            (guessing, hello_of(guessing, right.peer_id, WRONG)),
+            (network.transport("replaying"), hello_of(left, right.peer_id)),
+            (network.transport("with none"), bytes(33)),
+            (network.transport("with many"), bytes(32) + b"\xff" + bytes(16 * 255)),
+        ):
+            await stranger.connect(right.addresses())
+            stream = await stranger.open_stream(right.peer_id, HELLO_PROTOCOL)
+            await stream.write(first)
+            assert await everything_said(stream) in (b"", b"\0")
+            await trio.sleep(2)
+            assert not stranger.connections()
+            assert not of_right.is_member(stranger.peer_id)
+
+
+async def test_a_replaced_secret_counts_until_its_time_is_over_and_then_ends_what_it_opened(autojump_clock):
+    new, until_s = b"n" * 32, 100.0
+    async with open_memory_network(1) as network, trio.open_nursery() as nursery:
+        until_at = trio.current_time() + until_s
+
+        def older():
+            return [SECRET] if trio.current_time() < until_at else []
+
+        both, only_old, only_new = (network.transport(name) for name in ("both", "old", "new"))
+        members = {
+            both: Membership(both, new, b"both", older=older),
+            only_old: Membership(only_old, SECRET, b"old"),
+            only_new: Membership(only_new, new, b"new"),
+        }
+        for membership in members.values():
+            nursery.start_soon(membership.run)
+        for dialler, listener in ((both, only_old), (only_new, both)):
+            await dialler.connect(listener.addresses())
+            await members[dialler].require(listener.peer_id, 5)
+            await members[listener].require(dialler.peer_id, 5)
+        await trio.sleep(until_s / 2)
+        assert members[both].is_member(only_old.peer_id)
+        await trio.sleep(until_s / 2 + hello.EXPIRY_CHECK_S)
+        assert members[both].members() == (only_new.peer_id,)
+        for dialler, listener in ((only_old, both), (both, only_old), (only_old, only_new)):
+            await dialler.connect(listener.addresses())
+            with pytest.raises(Unreachable, match="does not hold this swarm's secret"):
+                await members[dialler].require(listener.peer_id, 5)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_the_settings_refuse_is_told_so_and_is_no_member_either_way(autojump_clock):
+    async with two_members() as (_, (left, right), (of_left, of_right)):
+        of_right._refusal_of = lambda peer: "it is listed" if peer == left.peer_id else None
+        await left.connect(right.addresses())
+        with pytest.raises(Unreachable, match="refuses this peer"):
+            await of_left.require(right.peer_id, 5)
+        await trio.sleep(2)
+        await right.connect(left.addresses())
+        with pytest.raises(Unreachable, match="it is listed"):
+            await of_right.require(left.peer_id, 5)
+        assert not of_left.is_member(right.peer_id)
+
+
+async def test_a_flood_of_strangers_fills_neither_memory_nor_the_log(autojump_clock, caplog):
+    async with two_members() as (network, (left, right), (of_left, of_right)):
+        await left.connect(right.addresses())
+        await of_left.require(right.peer_id, 5)
+        for number in range(hello.REFUSALS_MAX + 50):
+            stranger = network.transport(f"stranger {number}")
+            await stranger.connect(right.addresses())
+            stream = await stranger.open_stream(right.peer_id, HELLO_PROTOCOL)
+            await stream.write(bytes(32), b"\1", bytes(16))
+            assert await stream.read() == b"\0"
+            await stream.reset()
+        await trio.sleep(2)
+        assert len(of_right._refusals) == hello.REFUSALS_MAX
+        assert len(of_right._proven) == len(of_right._by) == 1
+        assert not of_right._answering
+        warnings = [each for each in caplog.records if each.levelname == "WARNING" and "is refused" in each.message]
+        assert len(warnings) <= 1 + trio.current_time() / hello.REFUSAL_LOG_S
+        assert of_right.is_member(left.peer_id)
+
+
 async def test_reflected_replayed_and_guessed_proofs_are_refused(autojump_clock):
     proofs = {
-        "reflected": lambda answer: answer[32:],
+        "reflected": lambda answer: answer[33:],
         "zero": lambda answer: b"\0\0" + bytes(32),
         "of another direction": lambda answer: b"\0\0" + hmac.digest(SECRET, answer, "sha256"),
     }
@@ -139,7 +237,8 @@ async def test_reflected_replayed_and_guessed_proofs_are_refused(autojump_clock)
         async with two_members() as (network, (_, right), (_, of_right)):
             recorder = Recorder(network.transport("stranger"))
             await recorder.transport.connect(right.addresses())
-            _, verdict = await recorder.attempt(right.peer_id, bytes(32), proof)
+            first = hello_of(recorder.transport, right.peer_id)  # as if it had a hint of the secret
+            _, verdict = await recorder.attempt(right.peer_id, first, proof)
             assert verdict is None
             await trio.sleep(1)
             assert not of_right.is_member(recorder.transport.peer_id)
@@ -190,9 +289,7 @@ async def _stream_of(network):
 
 @given(st.lists(st.binary(max_size=6), min_size=4, max_size=4), st.lists(st.binary(max_size=6), min_size=4, max_size=4))
 def test_different_transcripts_never_share_a_mac(first, second):
-    membership = Membership.__new__(Membership)
-    membership._secret = SECRET
-    macs = [membership._mac(b"dialler", tuple(each[:3]), each[3]) for each in (first, second)]
+    macs = [hello._mac(SECRET, b"dialler", tuple(each[:3]), each[3]) for each in (first, second)]
     assert (macs[0] == macs[1]) == (first == second)
 
 
@@ -209,7 +306,8 @@ async def test_a_stranger_that_says_too_much_about_itself_is_refused(autojump_cl
     async with two_members() as (network, (_, right), (_, of_right)):
         recorder = Recorder(network.transport("stranger"))
         await recorder.transport.connect(right.addresses())
-        _, verdict = await recorder.attempt(right.peer_id, bytes(32), lambda answer: b"\xff\xff")
+        first = hello_of(recorder.transport, right.peer_id)
+        _, verdict = await recorder.attempt(right.peer_id, first, lambda answer: b"\xff\xff")
         assert verdict is None
         assert not of_right.is_member(recorder.transport.peer_id)
 

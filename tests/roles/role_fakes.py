@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import trio
 from safetensors.torch import save_file
 
-from kvasir_node.base.errors import KvasirError
+from kvasir_node.base.errors import KvasirError, Misbehaved
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import MIB, Settings, load_settings
 from kvasir_node.decide.demand import Wanted
@@ -32,19 +33,23 @@ from kvasir_node.roles.link import Compute, compute_here
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.hub_proof import HubProofs, with_hub_proof
 from kvasir_node.wire.messages import (
     BLOCKS_PROTOCOL,
     EXPERTS_PROTOCOL,
     MARKET_PROTOCOL,
+    About,
     Attachment,
     DemandRecord,
     ExpertsMethod,
     MarketMethod,
     Standing,
 )
+from kvasir_node.wire.swarm_keys import read_secret
 from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
 
 SECRET = b"s" * 32
+KEYS = read_secret(SECRET)
 HIDDEN, INNER, EXPERTS, LAYERS = 8, 16, 8, 2
 EXPERT_BYTES = 3 * HIDDEN * INNER * 4
 SLICES = tuple(SliceId(layer, first, first + 1) for layer in range(LAYERS) for first in range(0, EXPERTS, 2))
@@ -212,7 +217,8 @@ def hub_on(
         transport.sign,
         MemoryGossip(transport),
         "topic",
-        SECRET,
+        prove=lambda record: with_hub_proof((KEYS,), transport.peer_id, record),
+        may=lambda peer, role: True,
         addresses=transport.addresses,
         table_changed=lambda table: tables.append(table) if tables is not None else None,
         other_hubs=other_hubs,
@@ -225,7 +231,11 @@ def hub_on(
 
 def tables_of(secret: bytes = SECRET, met: Sequence[PeerId] = (), interval_min_s: float = 1.0) -> DemandTables:
     return DemandTables(
-        secret, clock_skew_max_s=600.0, interval_min_s=interval_min_s, is_met=lambda peer: peer in met, wall=wall
+        HubProofs(lambda: (read_secret(secret),)),
+        clock_skew_max_s=600.0,
+        interval_min_s=interval_min_s,
+        is_met=lambda peer: peer in met,
+        wall=wall,
     )
 
 
@@ -316,3 +326,12 @@ async def open_world(folder: Path, **settings: object) -> AsyncIterator[World]:
 
 def with_slices(part: Sequence[SliceId] = SLICES, want: int = 1) -> dict[SliceId, int]:
     return dict.fromkeys(part, want)
+
+
+def granted(says: bytes, peer: PeerId, secret: bytes = SECRET) -> bytes:
+    """What a member says of itself, with the grants of its secret; what cannot be read stays as it is."""
+    try:
+        about = About.from_bytes(says)
+    except Misbehaved:
+        return says
+    return replace(about, grants=tuple(read_secret(secret).grants(peer).items())).to_bytes()

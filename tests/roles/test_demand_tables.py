@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import trio
-from role_fakes import SECRET, tables_of, wall
+from role_fakes import KEYS, SECRET, tables_of, wall
 
 from kvasir_node.base.ids import ModelId, PeerId, SliceId, cid_of
 from kvasir_node.net.identity import key_from_seed, peer_id_of, sign_with
 from kvasir_node.roles.demand_tables import HUBS_MAX, HUBS_UNMET_MAX, TABLE_KIND, DemandTables
-from kvasir_node.wire.envelope import seal, with_membership
+from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.hub_proof import HubProofs, with_hub_proof
 from kvasir_node.wire.lists import TableRow
 from kvasir_node.wire.messages import DemandTable
+from kvasir_node.wire.swarm_keys import SwarmKeys, lesser_secret, read_secret, replacing_secret
 
 HUB_KEY, OTHER_KEY = key_from_seed(b"h" * 32), key_from_seed(b"o" * 32)
 HUB, OTHER = peer_id_of(HUB_KEY), peer_id_of(OTHER_KEY)
@@ -27,7 +29,8 @@ def table(
 
 def sent(sequence: int = 1, *, secret: bytes = SECRET, key=HUB_KEY, **fields: object) -> bytes:
     body = table(sequence, **fields).to_bytes()
-    return with_membership(secret, seal(TABLE_KIND, body, peer_id_of(key), lambda message: sign_with(key, message)))
+    sealed = seal(TABLE_KIND, body, peer_id_of(key), lambda message: sign_with(key, message))
+    return with_hub_proof((read_secret(secret),), peer_id_of(key), sealed)
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ async def test_copies_that_do_not_fit_into_the_memory_are_not_open(autojump_cloc
 
 async def test_law_7_a_stranger_and_a_forger_change_nothing(autojump_clock, tables):
     good = bytearray(sent())
-    assert not tables.take(HUB, bytes(good[32:]))
+    assert not tables.take(HUB, bytes(good[1 + 32 + 64 :]))
     assert not tables.take(HUB, sent(secret=b"x" * 32))
     for index in range(len(good)):
         good[index] ^= 1
@@ -64,6 +67,35 @@ async def test_law_7_a_stranger_and_a_forger_change_nothing(autojump_clock, tabl
         await trio.sleep(1)
     assert tables.open_copies() == 0
     assert tables.take(HUB, bytes(good))
+
+
+async def test_who_has_a_workers_ticket_cannot_be_heard_as_a_hub(autojump_clock, tables):
+    worker, coordinator = (read_secret(lesser_secret(SECRET, [role])) for role in ("worker", "coordinator"))
+    assert not tables.take(OTHER, with_hub_proof((worker,), OTHER, b"record"))
+    forged = SwarmKeys(worker.name, worker.entry, worker.public, coordinator.private | {"hub": bytes(32)}, False)
+    sealed = seal(TABLE_KIND, table().to_bytes(), OTHER, lambda message: sign_with(OTHER_KEY, message))
+    assert not tables.take(OTHER, with_hub_proof((forged,), OTHER, sealed))
+    grant_of_hub = KEYS.grants(HUB)["hub"]  # heard in gossip, put behind a MAC of one's own
+    mac = with_hub_proof((forged,), OTHER, sealed)[:33]
+    assert not tables.take(OTHER, mac + grant_of_hub + sealed)
+    assert tables.table_of(OTHER) is None
+    assert tables.take(OTHER, mac + KEYS.grants(OTHER)["hub"] + sealed)
+
+
+async def test_while_a_secret_is_replaced_who_has_either_hears_and_is_heard(autojump_clock):
+    new = read_secret(replacing_secret(SECRET))
+    sealed = seal(TABLE_KIND, table().to_bytes(), HUB, lambda message: sign_with(HUB_KEY, message))
+    data = with_hub_proof((new, KEYS), HUB, sealed)
+    for held in ((KEYS,), (new,), (new, KEYS)):
+        reader = DemandTables(
+            HubProofs(lambda held=held: held),
+            clock_skew_max_s=600.0,
+            interval_min_s=1.0,
+            is_met=lambda peer: False,
+            wall=wall,
+        )
+        assert reader.take(HUB, data)
+    assert not tables_of().take(HUB, with_hub_proof((new,), HUB, sealed))
 
 
 async def test_a_member_cannot_publish_in_a_hubs_name(autojump_clock, tables):

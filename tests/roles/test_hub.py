@@ -9,7 +9,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from role_fakes import EXPERT_BYTES, SECRET, SLICES, WALL, World, hub_on, open_world, tables_of, wall, with_slices
+from role_fakes import EXPERT_BYTES, KEYS, SECRET, SLICES, WALL, World, hub_on, open_world, tables_of, wall, with_slices
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, cid_of
@@ -19,7 +19,8 @@ from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.net.rpc import CallStream, one_call
 from kvasir_node.roles.demand_tables import HUBS_MAX, TABLE_KIND
 from kvasir_node.roles.hub import DEMAND_KIND, MESH_COPIES, MODELS_MAX, TABLE_OVERHEAD_BYTES
-from kvasir_node.wire.envelope import seal, with_membership
+from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.hub_proof import with_hub_proof
 from kvasir_node.wire.messages import (
     MARKET_PROTOCOL,
     DemandRecord,
@@ -423,7 +424,7 @@ async def test_a_reader_says_how_far_off_a_hubs_clock_is(autojump_clock, ahead_s
         reader = tables_of()
         table = DemandTable(1, 1, wall() + ahead_s, 30.0, (), ())
         sealed = seal(TABLE_KIND, table.to_bytes(), hub.peer_id, hub.sign)
-        assert reader.take(hub.peer_id, with_membership(SECRET, sealed)) is not told
+        assert reader.take(hub.peer_id, with_hub_proof((KEYS,), hub.peer_id, sealed)) is not told
         assert reader.skews() == ({hub.peer_id: pytest.approx(ahead_s)} if told else {})
         await trio.sleep(31)
         assert reader.skews() == {}

@@ -123,7 +123,7 @@ async def test_what_cannot_be_joined_is_refused_before_the_node_is_ready(tmp_pat
 async def test_a_damaged_swarm_key_is_refused_in_words(tmp_path):
     (tmp_path / "node").mkdir()
     (tmp_path / "node" / "swarm.key").write_bytes(b"short")
-    with pytest.raises(DataError, match="must hold 32 bytes, it has 5"):
+    with pytest.raises(DataError, match=r"is damaged: .* got 5"):
         async with open_node(config(tmp_path, "node", "hub")):
             raise AssertionError("it is ready")
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import trio
 import trio.lowlevel
+from role_fakes import granted
 
 from kvasir_node.base.errors import Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
@@ -25,6 +26,7 @@ from kvasir_node.roles.peers import (
     join_targets,
 )
 from kvasir_node.wire.messages import About
+from kvasir_node.wire.swarm_keys import lesser_secret, read_secret
 
 SECRET, OTHER_SECRET = b"s" * 32, b"o" * 32
 PEER = "12D3KooWLShEmUMRzomUQ2kA4V8Gxc42syLYf6L18Jqy6uoVkgCd"
@@ -44,13 +46,22 @@ class Member:
         says: bytes,
         *,
         secret: bytes = SECRET,
+        ticket: bytes | None = None,
         is_hub: bool = False,
         join: tuple[MemoryTransport, ...] = (),
     ) -> None:
         self.transport = network.transport(name)
-        self.membership = Membership(self.transport, secret, says)
+        says = granted(says, self.transport.peer_id, secret if ticket is None else ticket)
+        self.membership = Membership(self.transport, read_secret(secret).entry, says)
+        self.secret = secret
         self.heard: list[tuple[PeerId, ...]] = []
-        self.peers = Peers(self.membership, self.transport.peer_id, is_hub=is_hub, hubs_changed=self.heard.append)
+        self.peers = Peers(
+            self.membership,
+            self.transport.peer_id,
+            is_hub=is_hub,
+            hubs_changed=self.heard.append,
+            keys=lambda: (read_secret(self.secret),),
+        )
         targets = [JoinTarget(t.peer_id, t.addresses()) for t in join]
         self.joiner = Joiner(
             self.transport, targets, lambda peer: self.membership.require(peer, 8.0), random.Random(name)
@@ -96,6 +107,28 @@ async def test_a_hub_that_joins_anew_is_told_though_the_list_is_the_same(autojum
         own.membership._settle(hub.transport.peer_id)  # as when it dialled us before its old connection was missed
         await trio.sleep(0.1)
         assert own.heard[heard:] == [(hub.transport.peer_id,)]
+
+
+@pytest.mark.parametrize("roles", [("worker",), ("coordinator", "worker")])
+async def test_a_member_is_not_believed_a_role_that_its_ticket_does_not_let_it_take(
+    autojump_clock, nursery, caplog, roles
+):
+    async with open_memory_network() as network:
+        own = Member(network, "own", about("own", "worker"))
+        claims = about("ann", "hub", "coordinator", "worker")
+        ann = Member(network, "ann", claims, ticket=lesser_secret(SECRET, roles), join=(own.transport,))
+        borrowed = granted(about("bob", "hub"), ann.transport.peer_id)  # another peer's grants
+        bob = Member(network, "bob", b"", join=(own.transport,))
+        bob.membership._about = borrowed
+        for member in (own, ann, bob):
+            await start(nursery, member)
+        await trio.sleep(5)
+        assert own.peers.hubs() == ()
+        assert {each.name: each.roles for each in own.peers.about().values()} == {"ann": roles, "bob": ()}
+        assert own.peers.has_role(ann.transport.peer_id, "coordinator") is ("coordinator" in roles)
+        assert not own.peers.has_role(ann.transport.peer_id, "hub")
+        assert not own.peers.has_role(PeerId(PEER), "worker")
+        assert "claims roles that its ticket does not let it take" in caplog.text
 
 
 @pytest.mark.parametrize("says", [b"", b"\xff" * 300, b"\xa0", about("x\x1b[2J", "hub"), about("x", "hub")[:-1]])
@@ -164,7 +197,7 @@ async def test_a_wrong_secret_is_told_within_a_second_and_joining_goes_on_when_i
         assert "ticket" in warning
         await trio.sleep(300)
         assert ann.joiner.warnings() == (warning,)
-        ann.membership._secret = SECRET
+        ann.secret, ann.membership._secret = SECRET, read_secret(SECRET).entry
         await trio.sleep(JOIN_PAUSE_MAX_S + 10)
         assert ann.joiner.warnings() == ()
         assert ann.peers.hubs() == (hub.transport.peer_id,)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import trio
-from role_fakes import SECRET, SLICES, WorkerPeer, World, hub_on, open_world, tables_of, with_slices
+from role_fakes import KEYS, SLICES, WorkerPeer, World, granted, hub_on, open_world, tables_of, with_slices
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.placement import HubsKnown, Stage
@@ -215,8 +215,9 @@ class Seeker:
     def __init__(self, network, name: str, *, is_hub: bool, file: HubFile | None = None) -> None:
         self.transport: MemoryTransport = network.transport(name)
         says = About(name, "1", ("hub",) if is_hub else (), ()).to_bytes()
-        self.membership = Membership(self.transport, SECRET, says)
-        self.peers = Peers(self.membership, self.transport.peer_id, is_hub=is_hub, hubs_changed=lambda _: None)
+        peer = self.transport.peer_id
+        self.membership = Membership(self.transport, KEYS.entry, granted(says, peer))
+        self.peers = Peers(self.membership, peer, is_hub=is_hub, hubs_changed=lambda _: None, keys=lambda: (KEYS,))
         self.search = HubSearch(
             self.transport,
             self.peers.hubs,

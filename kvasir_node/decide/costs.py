@@ -224,8 +224,9 @@ class WorkerCosts:
     pair_s: float
     sent_byte_s: float
     received_byte_s: float
-    doubt: float = 0.0
+    doubt: float = 0.0  # of its computing
     age_s: float = 0.0
+    link_doubt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +362,17 @@ class CostBook:
         link = worker.link.estimate(LINK_PRIOR, WORKER_DOUBT, now)
         call_s, expert_s, pair_s = computing.theta
         rtt_s, sent_byte_s, received_byte_s = link.theta
-        doubt = max(computing.doubt, link.doubt)
-        return WorkerCosts(rtt_s, call_s, expert_s, pair_s, sent_byte_s, received_byte_s, doubt, computing.age_s)
+        return WorkerCosts(
+            rtt_s,
+            call_s,
+            expert_s,
+            pair_s,
+            sent_byte_s,
+            received_byte_s,
+            computing.doubt,
+            computing.age_s,
+            link.doubt,
+        )
 
     def _worker(self, peer: PeerId, now: float) -> _Worker:
         worker = self._workers.setdefault(peer, _Worker())

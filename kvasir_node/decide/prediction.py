@@ -10,7 +10,8 @@ that want expert e, a row wants it with chance p_e = min(1, K·s_e), so for a se
     pairs                P = t · K · σ,  σ = Σ_e s_e
     rows that travel     R = t · (1 − (1 − σ)^K)        (each once, as K draws)
 
-    a call to worker v   call_v = (rtt + call + R·row_bytes each way + P·pair_bytes + expert·A + pair·P) · caution_v
+    a call to worker v   call_v = (call + expert·A + pair·P) · caution_v
+                                + (rtt + R·row_bytes each way + P·pair_bytes) · κ_v
     here                 here  = layer + expert·A + pair·P + borrow·(activated experts that are not in memory)
     our own part         calls · own_call + here
     the layer            calls · own_call + max(here, the longest call)
@@ -24,7 +25,8 @@ summed over the layers, and the trunk added,
           = (Σ x^4)^¼ over w·C, L, w·max_v B_v     for more: nothing overlaps perfectly, a lane that becomes ready
                                                    finds another computing
 
-    tokens/s = T / cycle, and a token takes a cycle. caution_v = 1 + CAUTION · doubt_v.
+    tokens/s = T / cycle, and a token takes a cycle. caution_v = 1 + CAUTION · doubt_v of its computing, and κ_v
+the same of its link: what is in doubt about a short way says nothing about the computing at its end.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class Prediction:
     bytes_s: float  # of all calls, both ways
 
 
-def caution(worker: WorkerCosts) -> float:
-    return 1.0 + CAUTION * worker.doubt
+def caution(doubt: float) -> float:
+    return 1.0 + CAUTION * doubt
 
 
 def expected_shares(experts: int, heat: Sequence[float]) -> list[float]:
@@ -150,6 +152,7 @@ class _Layer:
         sent = CALL_BYTES / 2 + travelling * scene.row_bytes + pairs * PAIR_BYTES
         received = CALL_BYTES / 2 + travelling * scene.row_bytes
         self.bytes += sent + received
-        self.busy[peer] = caution(worker) * (computing_s + pairs * PAIR_BYTES * worker.sent_byte_s)
+        more, link_more = caution(worker.doubt), caution(worker.link_doubt)
+        self.busy[peer] = more * computing_s + link_more * pairs * PAIR_BYTES * worker.sent_byte_s
         travel_s = worker.rtt_s + sent * worker.sent_byte_s + received * worker.received_byte_s
-        return caution(worker) * (travel_s + worker.call_s + computing_s)
+        return link_more * travel_s + more * (worker.call_s + computing_s)

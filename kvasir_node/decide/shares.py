@@ -195,7 +195,7 @@ def _cuts(experts: int, cells: int) -> Sequence[int]:
 def table_of(
     kind: Kind, costs: Costs, workers: Sequence[WorkerCosts | None], rows: float, chosen: int, row_bytes: float
 ) -> Table:
-    """Prices a layer; `workers` by machine, None at 0. A worker's times are raised by its doubt."""
+    """Prices a layer; `workers` by machine, None at 0. A worker's times are raised by their doubt."""
     own = costs.own
     sizes = [(cell.count * (1.0 - (1.0 - cell.chance) ** rows), rows * chosen * cell.share) for cell in kind.cells]
     if rows == 1.0:
@@ -212,8 +212,9 @@ def table_of(
     for number, worker in enumerate(workers):
         if worker is None:
             continue
-        more = caution(worker)
-        expert_s, pair_s = more * worker.expert_s, more * (worker.pair_s + PAIR_BYTES * worker.sent_byte_s)
+        more, link_more = caution(worker.doubt), caution(worker.link_doubt)
+        expert_s = more * worker.expert_s
+        pair_s = more * worker.pair_s + link_more * PAIR_BYTES * worker.sent_byte_s
         columns.append(
             [
                 expert_s * activated + pair_s * pairs if cell.able[number] else math.inf
@@ -221,8 +222,8 @@ def table_of(
             ]
         )
         headers_s = CALL_BYTES / 2 * (worker.sent_byte_s + worker.received_byte_s)
-        fixed.append(more * (worker.rtt_s + worker.call_s + headers_s))
-        each_row.append(more * row_bytes * (worker.sent_byte_s + worker.received_byte_s))
+        fixed.append(link_more * (worker.rtt_s + headers_s) + more * worker.call_s)
+        each_row.append(link_more * row_bytes * (worker.sent_byte_s + worker.received_byte_s))
     return Table(
         tuple(zip(*columns, strict=True)),
         tuple(fixed),

@@ -56,8 +56,9 @@ NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
-TIMED_S = 10.0  # how far an express channel reaches is found out again when it was not used for so long
-ECHO_BYTES = (0, 65_536, 0, 65_536)  # what is sent there and back for it
+TIMED_S = 10.0  # how far an express channel reaches is found out again when no call told of it for so long
+ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back for it, so often; the least of each counts, because
+# whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
 AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
 AWAY_GRACE_S = 10.0
@@ -201,7 +202,7 @@ class Crew:
     def time_channel(self, channel: ExpressChannel) -> None:
         trips: list[tuple[int, float]] = []
         try:
-            trips += [(size, channel.echo_s(size, ECHO_TIMEOUT_S)) for size in ECHO_BYTES]
+            trips += [(size, min(channel.echo_s(size, ECHO_TIMEOUT_S) for _ in range(ECHOES))) for size in ECHO_BYTES]
         except KvasirError as error:
             logger.info("the express channel to worker %s is not used: %s", channel.peer, error)
         self._later(lambda: self._timed(channel, trips))
@@ -289,7 +290,9 @@ class Crew:
             counts.refusals = 0
         self._used.update(served.calls)
         now = trio.current_time()
-        self._timed_at.update(dict.fromkeys(self._channels.keys() & served.calls.keys(), now))
+        # An answer that was there before it was looked for tells nothing of the way.
+        telling = [each.peer for each in served.measured if each.computed_s is None or each.took_s > each.computed_s]
+        self._timed_at.update(dict.fromkeys(self._channels.keys() & telling, now))
         for peer, layer, experts in served.experts:
             for part in {self._slice_at[layer, index] for index in experts}:
                 self.ledger.right(peer, part, now, served=True)

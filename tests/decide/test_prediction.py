@@ -33,11 +33,16 @@ def test_a_layer_takes_as_long_as_the_longest_of_its_parts():
     assert found.bytes_s == pytest.approx((sent + received) / found.token_s)
 
 
-def test_doubt_makes_a_worker_slower():
-    doubted = WorkerCosts(0.5, 0.05, 0.1, 0.02, 1e-5, 2e-5, doubt=0.4)
+def test_doubt_makes_a_worker_slower_and_its_link_longer_each_for_itself():
+    doubted = WorkerCosts(0.5, 0.05, 0.1, 0.02, 1e-5, 2e-5, doubt=0.4, link_doubt=0.2)
+    here = WorkerCosts(0.0, 0.05, 0.1, 0.02, 0.0, 0.0)
     routes = {0: (ANN,) * 4}
-    sure, unsure = (predict(scene(1, 4, 2, 1), costs(OWN, each), 2, 1, routes) for each in (WORKER, doubted))
-    assert unsure.token_s - 1.204 == pytest.approx((1 + CAUTION * 0.4) * (sure.token_s - 1.204))
+    sure_s, unsure_s, computing_s = (
+        predict(scene(1, 4, 2, 1), costs(OWN, each), 2, 1, routes).token_s - 1.204 for each in (WORKER, doubted, here)
+    )
+    travel_s = sure_s - computing_s
+    assert travel_s > 0.5
+    assert unsure_s == pytest.approx((1 + CAUTION * 0.4) * computing_s + (1 + CAUTION * 0.2) * travel_s)
 
 
 def test_what_a_peer_is_not_proven_for_is_computed_here():

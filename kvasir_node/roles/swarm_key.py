@@ -26,7 +26,7 @@ from kvasir_node.wire.swarm_keys import (
     replacing_secret,
     swarm_id,
 )
-from kvasir_node.wire.ticket import PREFIX, read_ticket
+from kvasir_node.wire.ticket import is_ticket, read_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def read_join(join: Sequence[str]) -> tuple[bytes | None, tuple[str, ...]]:
     addresses: list[str] = []
     given: bytes | None = None
     for item in join:
-        if not item.startswith(PREFIX):
+        if not is_ticket(item):
             addresses.append(item)
             continue
         ticket = read_ticket(item)

@@ -26,6 +26,7 @@ from kvasir_node.surfaces.bench import bench_app
 from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of, say
 from kvasir_node.surfaces.library_commands import library_app
 from kvasir_node.surfaces.sim_command import sim_app
+from kvasir_node.surfaces.ticket_command import node_file, ticket_app
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.client import NodeClient
@@ -47,6 +48,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(library_app)
 app.add_typer(sim_app)
+app.add_typer(ticket_app)
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,18 @@ def up(
     threads: Annotated[str | None, _option("N", "torch threads of each computing thread.")] = None,
     name: Annotated[str | None, _option("NAME", "Shown to other peers.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
+    new_swarm: Annotated[bool, typer.Option("--new-swarm", help="Leave the swarm for a new one of its own.")] = False,
+    new_secret: Annotated[
+        bool, typer.Option("--new-secret", help="Replace the swarm's secret: old tickets end, by and by.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the settings; start nothing.")] = False,
 ) -> None:
     """Run a node: a live screen in a terminal, else headless."""
     if api is not None and no_api:
         raise UsageError("--api and --no-api exclude each other")
+    if new_swarm and new_secret:
+        raise UsageError("--new-swarm and --new-secret exclude each other: a new swarm has a secret of its own")
+    renewal = "swarm" if new_swarm else "secret" if new_secret else "keep"
     flags = {
         "coordinator.model": model,
         "node.roles": ",".join(role) if role else None,
@@ -137,7 +146,7 @@ def up(
 
         check_settings(settings)
         if not dry_run:
-            raise typer.Exit(_run_node(settings, headless=headless, no_color=context.obj.no_color))
+            raise typer.Exit(_run_node(settings, renewal, headless=headless, no_color=context.obj.no_color))
         _print_json({"schema": "kvasir.dry_run/1", "settings": settings_document(settings)})
 
 
@@ -153,7 +162,7 @@ def _assignments(texts: Sequence[str], flags: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _run_node(settings: Settings, *, headless: bool, no_color: bool) -> int:
+def _run_node(settings: Settings, renewal: str, *, headless: bool, no_color: bool) -> int:
     from functools import partial
 
     import trio
@@ -167,14 +176,15 @@ def _run_node(settings: Settings, *, headless: bool, no_color: bool) -> int:
     if shown:
         say("starting; the screen opens when the node is ready")
     view = partial(screen.terminal_screen, no_color=no_color) if shown else None
-    return trio.run(partial(run_up, _open_node, settings, screen=view, log_lines=lines))
+    return trio.run(partial(run_up, partial(_open_node, renewal), settings, screen=view, log_lines=lines))
 
 
-def _open_node(settings: Settings) -> AbstractAsyncContextManager[NodePort]:
+def _open_node(renewal: str, settings: Settings) -> AbstractAsyncContextManager[NodePort]:
     """Imports torch and the rest only after a wrong flag or a port in use would have been told."""
     from kvasir_node.roles.node import open_node
+    from kvasir_node.roles.swarm_key import Renewal
 
-    return open_node(settings)
+    return open_node(settings, renewal=Renewal(renewal))
 
 
 @contextmanager
@@ -331,20 +341,13 @@ def _tell_worker(context: typer.Context, url: str | None, verb: str, as_json: bo
     _print_json(document) if as_json else print(f"{worker['state']}{why}")
 
 
-@app.command()
-def ticket(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """The invite that another machine passes to `up --join`. It is a secret of the swarm."""
-    found = _node_file(context)
-    _print_json({"schema": "kvasir.ticket/1", "ticket": found.ticket}) if as_json else print(found.ticket)
-
-
 @app.command("id")
 def id_(context: typer.Context, as_json: JsonFlag = False) -> None:
     """This node's peer id, whether it runs or not."""
     from kvasir_node.surfaces.nodefile import KEY_NAME
 
     key = data_dir_of(context.obj.settings()) / KEY_NAME
-    peer_id = _peer_id_of(key) if key.exists() else _node_file(context).peer_id
+    peer_id = _peer_id_of(key) if key.exists() else node_file(context).peer_id
     _print_json({"schema": "kvasir.id/1", "peer_id": peer_id}) if as_json else print(peer_id)
 
 
@@ -394,16 +397,6 @@ def _client(context: typer.Context, url: str | None) -> NodeClient:
 
     settings = context.obj.settings()
     return NodeClient(node_url(settings, url), settings.api.key)
-
-
-def _node_file(context: typer.Context) -> Any:
-    from kvasir_node.surfaces.nodefile import read_node_file
-
-    data_dir = data_dir_of(context.obj.settings())
-    found = read_node_file(data_dir)
-    if found is None:
-        raise Unreachable(f"no node runs on the data directory {data_dir}; start one with `kvasir-node up`")
-    return found
 
 
 def _print_json(document: dict[str, Any]) -> None:

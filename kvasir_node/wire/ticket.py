@@ -36,7 +36,7 @@ def write_ticket(ticket: Ticket) -> str:
 
 def read_ticket(text: str) -> Ticket:
     """Raises UsageError that says whether it is no ticket at all, or a damaged one."""
-    text = text.strip()
+    text = _plain(text)
     if not text.startswith(PREFIX):
         raise UsageError(f"a ticket starts with {PREFIX}; got {text[:16]!r}")
     letters = text.removeprefix(PREFIX).upper()
@@ -61,6 +61,17 @@ def read_ticket(text: str) -> Ticket:
     except (Misbehaved, UsageError):
         raise other_version from None  # a message may show the secret
     return ticket
+
+
+def is_ticket(text: str) -> bool:
+    """Whether it means to be one."""
+    return _plain(text).startswith(PREFIX)
+
+
+def _plain(text: str) -> str:
+    """All capitals are what a QR code holds."""
+    text = text.strip()
+    return text.lower() if text.isupper() else text
 
 
 def _check(body: bytes) -> bytes:

@@ -49,7 +49,8 @@ def test_version(run):
 def test_typers_own_runner_sees_the_same_app():
     result = CliRunner().invoke(cli.app, ["up", "--help"])
     assert result.exit_code == 0
-    for flag in "role headless join api no-api listen slots queue memory device threads name set dry-run".split():  # noqa: SIM905
+    flags = "role headless join api no-api listen slots queue memory device threads name set new-swarm new-secret"
+    for flag in [*flags.split(), "dry-run"]:
         assert f"--{flag}" in result.output
 
 

@@ -10,7 +10,7 @@ from kvasir_node.base.errors import UsageError
 from kvasir_node.wire.codec import encode
 from kvasir_node.wire.readers import ADDRESSES_MAX
 from kvasir_node.wire.swarm_keys import lesser_secret, replacing_secret
-from kvasir_node.wire.ticket import PREFIX, Ticket, read_ticket, write_ticket
+from kvasir_node.wire.ticket import PREFIX, Ticket, is_ticket, read_ticket, write_ticket
 
 SECRET = bytes(range(32))
 TICKET = Ticket(SECRET, (ADDRESS,))
@@ -32,6 +32,8 @@ def test_golden_vector():
 def test_blanks_around_and_capital_letters_do_not_matter():
     assert read_ticket(f"  {TEXT}\n") == TICKET
     assert read_ticket(PREFIX + TEXT.removeprefix(PREFIX).upper()) == TICKET
+    assert read_ticket(TEXT.upper()) == TICKET
+    assert is_ticket(TEXT.upper())
 
 
 def test_each_mistyped_letter_is_noticed():

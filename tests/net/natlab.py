@@ -14,14 +14,20 @@ Needs root and `nft`: `why_not()` says what is missing. Several labs can be up a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
+Result = TypeVar("Result")
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 NAMESPACES = ("pub", "hub1", "hub2", "natA", "natB", "hostA", "hostB")
 FORWARDED_PORT = 4001
 HUB4, HUB6 = "203.0.113.10", "2001:db8::10"
@@ -218,3 +224,31 @@ def open_lab(
             wire.communicate()
         for name in NAMESPACES:
             _run(["ip", "netns", "del", lab.namespace(name)])
+
+
+def inside(namespace: str, act: Callable[[], Result]) -> Result:
+    """Runs a function in a thread whose sockets are of the namespace; raises what it raises."""
+    outcome: list[Callable[[], Result]] = []
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/run/netns", namespace).open() as file:
+            if libc.setns(file.fileno(), CLONE_NEWNET):
+                number = ctypes.get_errno()
+                outcome.append(partial(_raise, OSError(number, os.strerror(number))))
+                return
+        try:
+            result = act()
+        except Exception as error:
+            outcome.append(partial(_raise, error))
+        else:
+            outcome.append(lambda: result)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome[0]()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -61,18 +61,21 @@ class AffineFit:
     what is old decays towards the prior itself.
 
     An observation far from its bin counts as one at the edge of what is usual (Huber). SHIFT_AFTER of them in a row
-    on the same side are no accident: the machine has changed, and they and all bins that are as old as what was found
-    wrong are scaled by the least of them. Sizes seen since the change are right already.
+    on the same side are no accident: the machine has changed, or some bins were wrong. They and all bins that are as
+    old as what was found wrong are scaled by the least of them; but as it may have been one size alone, the others keep
+    hardly any weight: they tell what sizes not seen since may take, and nothing against those that were.
     """
 
     HALF_LIFE_S: ClassVar[float] = 30.0
     COUNT_MAX: ClassVar[float] = 8.0  # observations that a bin averages over
+    COUNT_MIN: ClassVar[float] = 0.25  # a bin that counts less is begun anew by the next of its size
     PRIOR_COUNT: ClassVar[float] = 0.5  # what a prior weighs, in observations
     SHAPE: ClassVar[float] = 0.02
     USUAL: ClassVar[float] = 3.0  # deviations
     DEVIATION_MIN: ClassVar[float] = 0.05  # relative: no clock and no scheduler is better
     SHIFT_AFTER: ClassVar[int] = 4
     RECENT_S: ClassVar[float] = 5.0  # what was seen so shortly before an outlier may still be of before the change
+    TRUST_LEFT: ClassVar[float] = 1 / 256  # in sizes that were not seen since a change
     STALE_S: ClassVar[float] = 90.0  # a bin that was not seen for longer is begun anew
     BINS_MAX: ClassVar[int] = 48  # the one not seen for longest makes room
 
@@ -93,7 +96,7 @@ class AffineFit:
             return
         key = tuple(math.frexp(x)[1] if x > 0 else -1 for x in features)
         found = self._bins.get(key)
-        if found is None or now - found.seen_at > self.STALE_S:
+        if found is None or now - found.seen_at > self.STALE_S or found.count < self.COUNT_MIN:
             self._bins[key] = _Bin(features, took_s, 1.0, now)
             if len(self._bins) > self.BINS_MAX:
                 del self._bins[min(self._bins, key=lambda each: (self._bins[each].seen_at, each))]
@@ -125,6 +128,8 @@ class AffineFit:
         for each, found in self._bins.items():
             if each in wrong or found.seen_at <= self._stale_until:
                 found.took_s *= scale
+            if each not in wrong:
+                found.count *= self.TRUST_LEFT
         self._streak.clear()
         return True
 

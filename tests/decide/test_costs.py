@@ -84,6 +84,22 @@ def test_sizes_seen_since_a_change_are_left_alone_when_old_ones_are_found_wrong(
         assert found.at(*size) == pytest.approx(of(TRUTH, size), rel=0.3)
 
 
+def test_one_size_that_was_wrong_does_not_spoil_the_others():
+    """As when a core was taken from a worker while it computed calls of one size: what was right before stays right,
+    and is believed again as soon as it is seen."""
+    small, large = SIZES[1], SIZES[4]
+    fit = fitted([small])
+    for step in range(8):
+        fit.observe(large, 3 * of(TRUTH, large), 1.0 + 0.1 * step)
+    for step in range(12):
+        fit.observe(large, of(TRUTH, large), 2.0 + 0.1 * step)  # a third of what it was
+    assert fit.estimate(PRIOR, 0.6, 3.2).at(*large) == pytest.approx(of(TRUTH, large), rel=0.1)
+    fit.observe(small, of(TRUTH, small), 3.3)
+    found = fit.estimate(PRIOR, 0.6, 3.3)
+    for size in (small, large):
+        assert found.at(*size) == pytest.approx(of(TRUTH, size), rel=0.15)
+
+
 def test_a_size_not_seen_for_long_is_begun_anew():
     fit = fitted(SIZES[:1], theta=tuple(30 * each for each in TRUTH))
     fit.observe(SIZES[0], of(TRUTH, SIZES[0]), 100.0)

@@ -198,7 +198,7 @@ class FanoutDispatch:
         if route is None or forward.patience_s <= 0:
             total = self._compute_all(layer, rows, chosen, weights)
         else:
-            total = self._split(route, layer, rows, chosen, weights, began)
+            total = self._split(route, layer, rows, chosen, weights)
         forward.inside_s += time.perf_counter() - began
         return total
 
@@ -207,8 +207,7 @@ class FanoutDispatch:
         if self._shape_of_all != shape:
             self._rows_of_all = torch.arange(shape[0], device=chosen.device).repeat_interleave(shape[1])
             self._shape_of_all = shape
-        total, _ = self._compute_here(layer, rows, self._rows_of_all, chosen.reshape(-1), weights.reshape(-1), None)
-        return total
+        return self._compute_here(layer, rows, self._rows_of_all, chosen.reshape(-1), weights.reshape(-1), None)
 
     def _compute_here(
         self,
@@ -218,8 +217,8 @@ class FanoutDispatch:
         pair_expert: torch.Tensor,
         pair_weight: torch.Tensor,
         activated: int | None,
-    ) -> tuple[torch.Tensor, float]:
-        """The sums, and how long they took. `activated` = different experts; None = to be counted if need be."""
+    ) -> torch.Tensor:
+        """`activated` = different experts; None = to be counted if need be."""
         began = time.perf_counter()
         total = self._own.compute(layer, rows, pair_row, pair_expert, pair_weight)
         took_s = time.perf_counter() - began
@@ -229,7 +228,7 @@ class FanoutDispatch:
             self._common.times.observe(pairs, took_s)
             distinct = int(pair_expert.unique().shape[0]) if activated is None else activated
             self._forward.layer = LayerMeasured(distinct, pairs, took_s)
-        return total, took_s
+        return total
 
     def _split(
         self,
@@ -238,8 +237,8 @@ class FanoutDispatch:
         rows: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        began: float,
     ) -> torch.Tensor:
+        began_s = time.thread_time()  # by processor time: whoever has the core meanwhile is no cost of a call
         split, limits = self._cut(route, rows, chosen, weights)
         calls = [
             self._new_call(route.peers[part.machine - 1], layer, rows.shape[1], part, limits[part.machine])
@@ -247,34 +246,32 @@ class FanoutDispatch:
         ]
         twins = [self._twin_of(call) for call in calls] if self._checks.verifies_all else [None] * len(calls)
         under_way = [call for call in (*calls, *twins) if call is not None]
-        waited_s = 0.0
         try:
             self._send(under_way)
-            total, took_s = self._compute_here(
+            sent_s = time.thread_time()
+            total = self._compute_here(
                 layer, rows, split.own_rows, split.own_experts, split.own_weights, split.activated
             )
-            took_s += self._prepare_checks(calls, twins)
+            self._prepare_checks(calls, twins)
+            computed_s = time.thread_time()
             for call, twin in zip(calls, twins, strict=True):
-                waited_s += self._finish(call, twin, total)
+                self._finish(call, twin, total)
         except KvasirError:  # some experts are nowhere: the forward ends, and what is under way is passed over
             for call in under_way:
                 self._drop(call)
             raise
-        if calls:
-            self._forward.calls += len(calls)
-            self._forward.calls_s += max(0.0, time.perf_counter() - began - took_s - waited_s)
+        self._forward.calls += len(calls)
+        self._forward.calls_s += sent_s - began_s + time.thread_time() - computed_s
         return total
 
-    def _prepare_checks(self, calls: Sequence[RemoteCall], twins: Sequence[RemoteCall | None]) -> float:
-        """What is compared is computed while the answers are under way; returns how long that took.
+    def _prepare_checks(self, calls: Sequence[RemoteCall], twins: Sequence[RemoteCall | None]) -> None:
+        """What is compared is computed while the answers are under way.
 
         With a twin there is something to compare only if the two differ.
         """
-        began = time.perf_counter()
         for call, twin in zip(calls, twins, strict=True):
             if twin is None:
                 self._checks.prepare(call)
-        return time.perf_counter() - began
 
     def _cut(
         self, route: LayerRoute, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -342,37 +339,34 @@ class FanoutDispatch:
 
     # Answers --------------------------------------------------------------------------------------------------
 
-    def _finish(self, call: RemoteCall, twin: RemoteCall | None, totals: torch.Tensor) -> float:
-        """Adds a call's sums to those of the layer, whoever computed them; returns how long it waited."""
-        began = time.perf_counter()
+    def _finish(self, call: RemoteCall, twin: RemoteCall | None, totals: torch.Tensor) -> None:
+        """Adds a call's sums to those of the layer, whoever computed them."""
+        began = time.monotonic()
         result = call.wait(call.hedge_at)
-        waited_s = time.perf_counter() - began
         if result is None:
-            return self._hedge(call, twin, totals, waited_s)
+            self._hedge(call, twin, totals, began)
+            return
         self._common.availability.leave_channel(call.peer, call)
         self._take(call, result, twin, totals)
-        return waited_s
 
-    def _hedge(self, call: RemoteCall, twin: RemoteCall | None, totals: torch.Tensor, waited_s: float) -> float:
-        """A call that is later than its like is computed a second way; returns how long was waited for it in all."""
+    def _hedge(self, call: RemoteCall, twin: RemoteCall | None, totals: torch.Tensor, began: float) -> None:
+        """A call that is later than its like, and was waited for since `began`, is computed a second way."""
         left_s = call.due_at - time.monotonic()
         way = second_way(self._own_s(call), self._replicas(call), left_s) if left_s > 0 else Wait()
         if isinstance(way, Here):
-            self._forward.patience_s -= waited_s
+            self._forward.patience_s -= time.monotonic() - began
             self._common.availability.owes(call)
             self._drop(twin)
             self._add_own(call, totals, is_hedge=True)
-            return waited_s
-        began = time.perf_counter()
+            return
         other = None if isinstance(way, Wait) else self._ask_other(call, way)
         winner = self._race(call, other)
-        waited_s += time.perf_counter() - began
         if winner is call and call.result is not None:
             self._common.availability.leave_channel(call.peer, call)
             self._drop(other)
             self._take(call, call.result, twin, totals)
-            return waited_s
-        self._forward.patience_s -= waited_s
+            return
+        self._forward.patience_s -= time.monotonic() - began
         self._drop(twin)
         if winner is not None and winner.result is not None:
             self._common.availability.owes(call)
@@ -381,7 +375,6 @@ class FanoutDispatch:
             self._drop(other)
             self._time_out(call)
             self._add_own(call, totals)
-        return waited_s
 
     def _own_s(self, call: RemoteCall) -> float | None:
         """About how long we take for a call; None when some of its experts are not in memory here."""

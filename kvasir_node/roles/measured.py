@@ -26,8 +26,8 @@ class ForwardMeasured:
     """One forward of `rows` rows. Times are by the wall, so forwards beside it make them longer.
 
     `trunk_s`: all of it but its experts, its calls and the waiting for them. `layer`: one of its layers, another one
-    each time; None when nothing of it was computed here. `own_call_s`: the mean of what a call cost this thread,
-    from cutting it out to adding it up, without the waiting; None when none was made.
+    each time; None when nothing of it was computed here. `own_call_s`: the mean processor time that a call cost this
+    thread, from cutting it out to adding it up; None when none was made.
     """
 
     rows: int

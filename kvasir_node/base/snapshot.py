@@ -105,6 +105,7 @@ class MemberSnapshot:
     peer_id: str
     name: str
     roles: tuple[str, ...]
+    path: str = ""  # direct | relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,10 @@ class NetSnapshot:
     relayed: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    reachability: str = "unknown"  # public | private | unknown
+    reachability: str = "unknown"  # public | lan | private | unknown: who can connect to this node
+    nat: str = "unknown"  # none | cone | symmetric | unknown
+    relays: tuple[str, ...] = ()  # hubs that keep a place for this node
+    carried: int = 0  # connections of others that this hub carries now
 
 
 @dataclass(frozen=True, slots=True)

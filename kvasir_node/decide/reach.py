@@ -211,6 +211,8 @@ class Reach:
         return due
 
     def _punches_due(self, scene: Scene, now: float) -> list[Command]:
+        if not self._seen:
+            return []  # nobody could aim at us yet
         room = PUNCHES_MAX - sum(each.is_under_way for each in self._punches.values())
         due: list[Command] = []
         for peer in scene.relayed:

@@ -30,7 +30,7 @@ from kvasir_node.net.transport import Stream, Transport
 PROBE_PROTOCOL = "/kvasir/reach/1.0.0"
 MAGIC = b"KVREACH1"
 TOKEN_BYTES = 16
-PROBE_S = 3.0  # one connection
+PROBE_S = 2.0  # one connection: a lost SYN is sent again after one second
 ANSWER_S = 2 * PROBE_S + 2.0
 PAUSE_S = 1.0
 PEERS_MAX = 1024  # whose last probe is remembered

@@ -44,6 +44,7 @@ TOKENS_MIN, TOKENS_MAX = 6, 64  # steps of one burst
 SPARE_PROMPTS = 4  # for those whose answers end early
 PROBE_TOKENS = 32  # of the answers that are compared
 BURST_S = 2.0  # about, of one burst
+SETTLE_S = 4.0  # after a change of load, before a coordinator with workers is measured
 PARTS_SHARE, REAL_SHARE = 0.1, 0.45  # of the time; the rest is for emulated devices
 STALLED_S = 120.0  # without one more proven slice
 POLL_S = 0.3
@@ -205,6 +206,7 @@ class _Bench:
                 rounds += 1
                 self._say(f"round {rounds} with a real worker")
                 for count, point in points.items():
+                    self._settle(sides[WORKER], count, lengths[count])
                     for name, side in sides.items():
                         point.bursts[name].append(side.burst(self._prompts[:count], lengths[count]))
             self._compare({WORKER: sides[WORKER], THREADS: sides[THREADS]}, sides[ALONE])
@@ -214,6 +216,13 @@ class _Bench:
         """The prompts into each side's cache, and what a plan needs to know; returns how long bursts should be."""
         took_s = [side.burst(self._prompts[:count], TOKENS_MIN).token_s for side in sides.values()]
         return min(TOKENS_MAX, max(least, round(BURST_S / max(took_s))))
+
+    def _settle(self, side: BenchNode, count: int, length: int) -> None:
+        """Until a coordinator has found out what pays with so many requests; not counted."""
+        with self._not_counted():
+            until = monotonic() + SETTLE_S
+            while monotonic() < until:
+                side.burst(self._prompts[:count], length)
 
     def _compare(self, sides: Mapping[str, BenchNode], expected: BenchNode) -> None:
         """All prompts at once: each side's greedy answers and the expected ones."""
@@ -286,7 +295,7 @@ class _Bench:
             for number, count in enumerate(sorted(alone, key=_away_from_at)):
                 if number and monotonic() > ends_at:
                     break
-                main.burst(self._prompts[:count], TOKENS_MIN)  # what a plan needs to know is measured by now
+                self._settle(main, count, TOKENS_MIN)
                 burst = main.burst(self._prompts[:count], lengths[count])
                 found.append(_point(workers, rtt_ms, count, burst, alone[count], parts, alone))
         return found

@@ -56,7 +56,7 @@ NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
-TIMED_S = 10.0  # how far an express channel reaches is found out again when no call told of it for so long
+TIMED_S = 5.0  # how far an express channel reaches is found out again when no call told of it for so long
 ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back for it, so often; the least of each counts, because
 # whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel

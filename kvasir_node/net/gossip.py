@@ -38,6 +38,8 @@ DEGREE, DEGREE_LOW, DEGREE_HIGH = 6, 4, 12
 HEARTBEAT_S = 1
 RPC_BYTES_MAX = 256 * 1024
 VALIDATORS_MAX = 64
+RESTORE_S = 2.0  # how often peers are looked for that gossip has forgotten
+RESTORE_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,18 @@ class Libp2pGossip:
 
         return check
 
+    async def keep_streams(self) -> None:
+        """Until cancelled: when one of two connections to a peer ends, libp2p goes on with the dead one or none."""
+        while True:
+            await trio.sleep(RESTORE_S)
+            for connection in self._transport.connections():
+                peer = ID.from_base58(str(connection.peer))
+                known = self._pubsub.peers.get(peer)
+                if known is not None and known.muxed_conn.is_closed:
+                    self._pubsub._handle_dead_peer(peer)  # libp2p has no public way to say so
+                if peer not in self._pubsub.peers:
+                    await self._pubsub.ensure_peer_stream(peer, RESTORE_TIMEOUT_S)
+
     async def _pump(self, subscription: ISubscriptionAPI, feed: Feed[tuple[PeerId, bytes]]) -> None:
         """Moves messages on at once: libp2p's own queue holds 32 and then drops the newest."""
         while True:
@@ -119,8 +133,10 @@ async def open_gossip(transport: Libp2pTransport) -> AsyncIterator[Libp2pGossip]
                 async with trio.open_nursery() as nursery:
                     for connection in transport.connections():
                         nursery.start_soon(pubsub.ensure_peer_stream, ID.from_base58(str(connection.peer)))
+                    gossip = Libp2pGossip(transport, pubsub, nursery)
+                    nursery.start_soon(gossip.keep_streams)
                     try:
-                        yield Libp2pGossip(transport, pubsub, nursery)
+                        yield gossip
                     finally:
                         nursery.cancel_scope.cancel()
     finally:

@@ -257,6 +257,10 @@ class MemoryTransport:
         self._connections[other.peer_id] = Connection(other.peer_id, address, inbound, "direct", None)
         self._events.publish(PeerConnected(other.peer_id))
 
+    def set_path(self, peer: PeerId, path: str) -> None:
+        """Says that the connection to a peer is direct, or through a relay; nothing else changes."""
+        self._connections[peer] = replace(self._connections[peer], path=path)
+
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._connections
 

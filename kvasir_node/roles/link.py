@@ -1,8 +1,9 @@
 """A worker's link to one coordinator: attach, answer its calls, detach.
 
 One long-lived call stream, opened by the worker, over which the coordinator calls; and, where the coordinator offers
-it, an express channel for the same calls, which a thread answers (express_calls.py). It does not know leases' times or
-how weights came here. Whatever the coordinator sends ends at most this link, never the worker; a channel that ends is
+it, an express channel for the same calls, which a thread answers (express_calls.py). A link that goes through a relay
+ends, in order, once there is a direct way, and whoever opened it opens another. It does not know leases' times or how
+weights came here. Whatever the coordinator sends ends at most this link, never the worker; a channel that ends is
 asked for again after a while, and meanwhile the calls come over the stream.
 """
 
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 5.0
 EXPRESS_RETRY_S = 30.0  # after an express channel ended, or could not be reached
+PATH_LOOK_S = 0.5  # how often a link through a relay looks for a direct way
+MOVE_GRACE_S = 1.0  # the last answers leave within this
+DIRECT, RELAYED = "direct", "relay"  # paths of a connection, see net/transport
 Compute = Callable[[ExpertShard, ExpertRequest], torch.Tensor]
 """Partial sums [R,D] of a request; runs in a thread."""
 
@@ -113,6 +117,8 @@ class Link:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
+                    if self._path() == RELAYED:
+                        nursery.start_soon(self._leave_relay)
                     if self._asks_express:
                         nursery.start_soon(self._keep_express)
                     try:
@@ -133,6 +139,27 @@ class Link:
 
     def close(self) -> None:
         self._scope.cancel()
+
+    def _path(self) -> str:
+        assert self._transport is not None, "a link is opened before it is run"
+        return next((each.path for each in self._transport.connections() if each.peer == self.coordinator), "")
+
+    async def _leave_relay(self) -> None:
+        """Once there is a direct way: takes back every slice, answers what still comes, and ends the link.
+
+        The coordinator sends nothing for a slice that was taken back, and what it sent before comes before its word
+        that it has heard so: no call is lost.
+        """
+        while self._path() != DIRECT:  # noqa: ASYNC110  (no event tells of a second connection to a peer)
+            await trio.sleep(PATH_LOOK_S)
+        logger.info("coordinator %s is reached directly now: its calls move there", self.coordinator)
+        assignments = tuple(self._assignments.values())
+        for assignment in assignments:
+            await self.detach(assignment)
+        await self.finish_calls()
+        await trio.sleep(MOVE_GRACE_S)
+        self._assignments.update({each.lease: each for each in assignments})
+        self.close()
 
     async def attach(self, assignment: Assignment) -> None:
         """Offers a loaded slice. Raises PeerError, or what the coordinator answered.

@@ -2,6 +2,7 @@ import pytest
 import trio
 
 from kvasir_node.base.errors import UsageError
+from kvasir_node.net.dialler import parse_addresses
 from kvasir_node.net.gossip import MESSAGE_BYTES_MAX, open_gossip
 
 
@@ -35,6 +36,19 @@ async def test_a_star_of_three_hears_each_other_through_the_middle(open_hosts):
         await publish_until(of_left, "t", b"from left", at_right, left.peer_id)
         await publish_until(of_right, "t", b"from right", at_left, right.peer_id)
         assert not any(signer == left.peer_id for signer, _ in drain(at_left))  # never its own
+
+
+async def test_gossip_goes_on_when_one_of_two_connections_to_a_peer_ends(open_hosts):
+    """As when a connection through a relay is given up for a direct one."""
+    async with open_hosts(2) as (left, right), open_gossip(left) as of_left, open_gossip(right) as of_right:
+        at_right = await of_right.subscribe("t", accept)
+        await of_left.subscribe("t", accept)
+        await left.connect(right.addresses())
+        await publish_until(of_left, "t", b"first", at_right, left.peer_id)
+        (first,) = left._table.of(right.peer_id)
+        await left._dial(*parse_addresses(right.addresses()))
+        await first.muxed.close("given up")
+        await publish_until(of_left, "t", b"second", at_right, left.peer_id)
 
 
 async def test_peers_that_were_connected_before_take_part(open_hosts):

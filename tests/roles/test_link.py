@@ -100,6 +100,9 @@ class Ends:
         self.nursery.start_soon(self.link.run, lambda link: self.ended.set())
         await trio.testing.wait_all_tasks_blocked()
 
+    def set_path(self, path: str) -> None:
+        self.worker.set_path(self.coordinator.peer_id, path)
+
     async def compute(self, *parts: bytes | memoryview) -> memoryview:
         assert self.calls is not None
         return await self.calls.call(int(ExpertsMethod.COMPUTE), *parts, timeout_s=5)
@@ -320,3 +323,29 @@ async def test_a_coordinator_that_opens_no_stream_is_unreachable(autojump_clock,
         ends = Ends(network, nursery)
         with pytest.raises(Unreachable):
             await ends.link.open(ends.worker)
+
+
+async def test_a_link_through_a_relay_moves_to_the_direct_way_and_loses_no_call(autojump_clock, nursery):
+    async with open_memory_network() as network:
+        ends = Ends(network, nursery, answer_delay_s=2.0)
+        await ends.worker.connect(ends.coordinator.addresses())
+        ends.set_path("relay")
+        await ends.open()
+        await ends.link.attach(ends.lease())
+        await trio.sleep(5)
+        assert not ends.ended.is_set()
+        request = request_for(PART, rows=3)
+        answers = []
+
+        async def call():
+            answers.append(await ends.compute(*request_parts(request)))
+
+        nursery.start_soon(call)
+        await trio.sleep(1)
+        ends.set_path("direct")
+        with trio.fail_after(10):
+            await ends.ended.wait()
+        assert len(answers) == 1
+        methods = [method for method, _ in ends.log]
+        assert methods == [ExpertsMethod.ATTACH, ExpertsMethod.DETACH]
+        assert ends.link.leases() == ("lease",)  # so that whoever opened the link attaches them again

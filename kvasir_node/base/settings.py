@@ -42,6 +42,7 @@ class NetworkSettings:
     join: tuple[str, ...] = ()  # tickets or multiaddrs
     allow: tuple[str, ...] = ()  # peer ids: no others are let in, whatever ticket they have; empty = all are
     refuse: tuple[str, ...] = ()  # peer ids that are not let in, whatever ticket they have
+    mdns: bool = True  # hubs on the local network are found; a hub says there that it is one, and of which swarm
     old_secret_s: float = 7 * 24 * 60 * MINUTES  # how long a secret still counts that another one has replaced
     connect_timeout_s: float = 4 * SECONDS  # one address of one peer
     keepalive_interval_s: float = 2 * SECONDS  # a ping on a connection that was silent this long
@@ -89,6 +90,7 @@ class CoordinatorSettings:
 class FanoutSettings:
     enabled: bool = True  # false = all experts are computed here
     when: str = "saturated"  # saturated | always: at any load, if it pays | forced: even at a loss, for tests
+    private_layers: int = 0  # the first so many layers are offered to nobody: what enters them tells most of a prompt
     max_slowdown: float = 4.0  # a token takes at most this × its time when idle, or as long as it would alone
     bytes_s: int = 0  # of all rows that are planned to travel, both ways; 0 = no limit
     deadline_factor: float = 4.0  # deadline of a call = this × its expected time ...
@@ -221,6 +223,7 @@ _MAY_BE_ZERO = {
     "worker.niceness",
     "network.old_secret_s",
     "fanout.bytes_s",
+    "fanout.private_layers",
     "fanout.spot_check_ratio",
     "market.surge_copies_max",
     "store.quota_bytes",

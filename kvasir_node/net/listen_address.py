@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
@@ -18,3 +20,8 @@ def parse_listen_address(text: str) -> tuple[str, int]:
         text = f"a listen address is /ip4/IP/tcp/PORT or /ip6/IP/tcp/PORT; got {text[:200]}"
         raise UsageError(text, param="network.listen")
     return parts[0][1], int(parts[1][1])
+
+
+def is_loopback(text: str) -> bool:
+    """Whether nobody but this machine can reach a listen address; raises UsageError for what is none."""
+    return ip_address(parse_listen_address(text)[0]).is_loopback

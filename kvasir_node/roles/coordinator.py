@@ -81,6 +81,8 @@ class Coordinator:
         self._pace = pace
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
+        private = settings.fanout.private_layers
+        self._offered = tuple(part for part in self.slices if part.layer >= private)  # nobody may attach with others
         fits = sum(map(len, model.held.values())) == len(model.wanted)
         new_own = OwnExperts if pace is None else partial(StretchedExperts, pace)
         own = new_own(model.shard, model.checkpoint, model.held, model.borrowed_bytes_max, missing, moves=not fits)
@@ -102,7 +104,7 @@ class Coordinator:
             settings.fanout,
             manifest.model,
             expert_dtype(model.shard),
-            frozenset(self.slices),
+            frozenset(self._offered),
             model.held,
             own_sums=own.sums if missing is None else missing.patient(own.sums),
             changed=self._world_changed,
@@ -172,7 +174,7 @@ class Coordinator:
         )
         self._mismatches = 0  # seen so far
         self._was_spread = False
-        self._demands = Demands(self.slices, settings.market.surge_copies_max, settings.market.surge_decay_s)
+        self._demands = Demands(self._offered, settings.market.surge_copies_max, settings.market.surge_decay_s)
         self._work = 0.0  # that is asked for, as a share of what this machine could do alone, smoothed
         self._work_at = -math.inf
         self._demand_changed = trio.Event()
@@ -343,7 +345,7 @@ class Coordinator:
     # Demand ---------------------------------------------------------------------------------------------------
 
     def demand(self) -> tuple[Wanted, ...]:
-        return self._demands.wants(missing_slices(self.slices, self._model.held), self.crew.ledger.proven())
+        return self._demands.wants(missing_slices(self._offered, self._model.held), self.crew.ledger.proven())
 
     def _observe_load(self) -> None:
         """How much of the surge is still justified. Without workers, who make us faster, more slots would be busy."""

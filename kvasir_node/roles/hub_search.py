@@ -22,11 +22,13 @@ from kvasir_node.roles.download import RunBlocking
 from kvasir_node.roles.hub_file import HUBS_MAX as REMEMBERED_MAX
 from kvasir_node.roles.hub_file import HubFile
 from kvasir_node.roles.peers import RequireMember
+from kvasir_node.wire.readers import ADDRESSES_MAX
 
 logger = logging.getLogger(__name__)
 
 HUBS_KEPT = 4  # connections to hubs that a node looks for; two are enough to lose one, more cost every hub a connection
 HUBS_HEARD_MAX = 64
+HINTS_MAX = 16  # of them, those that were only heard of where strangers can speak
 LOOK_S = 1.0  # how often the list is looked at
 PAUSE_S = 2.0  # after a failed attempt; doubles ...
 PAUSE_MAX_S = 120.0  # ... up to this: a hub that cannot be dialled is no fault, and stays in the list
@@ -37,6 +39,7 @@ FORGET_S = 600.0  # a hub whose tables do not come any more
 class _Heard:
     addresses: tuple[str, ...]
     heard_at: float
+    is_hint: bool = False
     retry_at: float = 0.0
     pause_s: float = PAUSE_S
     is_trying: bool = False
@@ -63,17 +66,23 @@ class HubSearch:
         self._run_blocking = run_blocking
         self._found: dict[PeerId, tuple[str, ...]] = {}  # found last, last
 
-    def heard(self, hub: PeerId, addresses: Sequence[str]) -> None:
-        """A hub's table told where it is; only addresses that name the hub itself are believed."""
+    def heard(self, hub: PeerId, addresses: Sequence[str], *, is_hint: bool = False) -> None:
+        """A hub's table told where it is; only addresses that name the hub itself are believed. `is_hint`: no member
+        said so, as on the local network; what a table told of the same hub stays."""
         own = tuple(address for address in addresses if address.endswith(f"/p2p/{hub}"))
         if hub == self._transport.peer_id or not own:
             return
         known = self._heard.get(hub)
         now = trio.current_time()
         if known is not None:
-            known.addresses, known.heard_at = own, now
-        elif len(self._heard) < HUBS_HEARD_MAX:
-            self._heard[hub] = _Heard(own, now)
+            addresses = (*own, *known.addresses) if is_hint and not known.is_hint else own
+            known.addresses = tuple(dict.fromkeys(addresses))[:ADDRESSES_MAX]
+            known.heard_at, known.is_hint = now, is_hint and known.is_hint
+        elif len(self._heard) < HUBS_HEARD_MAX and not (is_hint and self._hints() >= HINTS_MAX):
+            self._heard[hub] = _Heard(own, now, is_hint)
+
+    def _hints(self) -> int:
+        return sum(each.is_hint for each in self._heard.values())
 
     async def run(self) -> None:
         """Looks for hubs until cancelled; those of an earlier life first."""

@@ -12,7 +12,8 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -44,6 +45,8 @@ from kvasir_node.model.manifest import decode_manifest
 from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
+from kvasir_node.net.listen_address import is_loopback
+from kvasir_node.net.mdns import LanSearch
 from kvasir_node.net.rpc import one_call
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
@@ -62,13 +65,14 @@ from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.manners import Keeper, lower_priority
+from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.peers import Joiner, Peers, join_targets
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.reaching import Reaching
 from kvasir_node.roles.slowdown import Pace, stretched
-from kvasir_node.roles.swarm_key import Renewal, SwarmKey, granted_roles, read_swarm_key, refusal_of
+from kvasir_node.roles.swarm_key import Renewal, SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
@@ -79,12 +83,11 @@ from kvasir_node.wire.messages import (
     BLOCKS_PROTOCOL,
     EXPERTS_PROTOCOL,
     MARKET_PROTOCOL,
-    About,
     DemandRecord,
     DemandTable,
     MarketMethod,
 )
-from kvasir_node.wire.swarm_keys import COORDINATOR, read_secret, swarm_id
+from kvasir_node.wire.swarm_keys import COORDINATOR, swarm_id
 from kvasir_node.wire.ticket import Ticket, write_ticket
 
 logger = logging.getLogger(__name__)
@@ -203,8 +206,19 @@ class Node:
         )
 
     def add_reaching(self, transport: Libp2pTransport) -> None:
-        is_hub = self.hub is not None
-        self._reaching = Reaching(transport, self._membership, self._settings.network, self._peers.hubs, is_hub=is_hub)
+        self._reaching = Reaching(
+            transport,
+            self._membership,
+            self._settings.network,
+            self._peers.hubs,
+            is_hub=self.hub is not None,
+            moved=self._on_moved,
+        )
+
+    def _on_moved(self) -> None:
+        """Others reach us at other addresses now, which a coordinator's demand tells."""
+        if self.coordinator is not None:
+            self.coordinator.hubs_changed()
 
     def add_library(self, store: BlockStore, catalog: Catalog) -> None:
         self._puller = Puller(self.fetcher(store), catalog, models_dir(self._settings), self._membership.members)
@@ -257,6 +271,13 @@ class Node:
             self._keep_running(nursery, "the search for ways through NATs", self._reaching.run)
         self._keep_running(nursery, "joining", self._joiner.run)
         self._keep_running(nursery, "the search for hubs", self._search.run)
+        if self._settings.network.mdns and not all(map(is_loopback, self._settings.network.listen)):
+            self._keep_running(nursery, "the search on the local network", self._lan_search().run)
+
+    def _lan_search(self) -> LanSearch:
+        found = partial(self._search.heard, is_hint=True)
+        announced = self._transport.addresses if self.hub is not None else tuple
+        return LanSearch(swarm_id(self._swarm.secret), self._transport.peer_id, found, announced)
 
     def _keep_running(self, nursery: trio.Nursery, what: str, task: Callable[[], Awaitable[None]]) -> None:
         """What one of these raises is a bug and ends the node, under the name of the part that had it."""
@@ -304,7 +325,7 @@ class Node:
             self._tell_demand()
 
     def _take_table(self, publisher: PeerId, data: bytes) -> bool:
-        return _refusal(self._settings, publisher) is None and self._tables.take(publisher, data)
+        return refusal(self._settings.network, publisher) is None and self._tables.take(publisher, data)
 
     def _tell_demand(self) -> None:
         if self.worker is not None:
@@ -500,31 +521,6 @@ def _load_model(settings: Settings, catalog: Catalog, store: BlockStore) -> Load
     return load_model(entry.path, manifest, settings)
 
 
-def _with_granted_roles(settings: Settings, swarm: SwarmKey) -> Settings:
-    is_asked = settings.origins.get("node.roles", "default") != "default"
-    roles = granted_roles(settings.node.roles, read_secret(swarm.secret), is_asked=is_asked)
-    return replace(settings, node=replace(settings.node, roles=roles))
-
-
-def _refusal(settings: Settings, peer: PeerId) -> str | None:
-    return refusal_of(peer, settings.network.allow, settings.network.refuse)
-
-
-def _open_membership(settings: Settings, transport: Transport, swarm: SwarmKey) -> Membership:
-    """The grants under a secret that is being replaced are told, too: who has only that one can read no others."""
-    peer = transport.peer_id
-    grants = [pair for keys in swarm.valid_keys() for pair in keys.grants(peer).items()]
-    name, roles = node_name(settings, peer), settings.node.roles
-    about = About(name, kvasir_node.__version__, roles, transport.addresses(), tuple(grants))
-    return Membership(
-        transport,
-        read_secret(swarm.secret).entry,
-        about.to_bytes(),
-        older=lambda: [keys.entry for keys in swarm.valid_keys()[1:]],
-        refusal_of=lambda other: _refusal(settings, other),
-    )
-
-
 @asynccontextmanager
 async def open_node(
     settings: Settings, *, faults: Faults = NO_FAULTS, renewal: Renewal = Renewal.KEEP
@@ -540,7 +536,7 @@ async def open_node(
     use_threads(settings.node.threads)
     network = settings.network
     swarm = read_swarm_key(network.join, data_dir, renewal=renewal, old_secret_s=network.old_secret_s)
-    settings = _with_granted_roles(settings, swarm)
+    settings = with_granted_roles(settings, swarm)
     roles = settings.node.roles
     if "worker" in roles:
         lower_priority(settings.worker.niceness)
@@ -552,7 +548,7 @@ async def open_node(
         open_libp2p_transport(settings.network, data_dir / "node.key") as transport,
         open_gossip(transport) as gossip,
     ):
-        membership = _open_membership(settings, transport, swarm)
+        membership = open_membership(settings, transport, swarm, node_name(settings, transport.peer_id))
         node = Node(settings, transport, membership, gossip, swarm)
         node.add_library(store, catalog)
         if "hub" in roles:

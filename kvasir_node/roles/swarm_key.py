@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from kvasir_node.base.errors import DataError, Misbehaved, UsageError
-from kvasir_node.base.ids import PeerId
+from kvasir_node.base.errors import DataError, UsageError
 from kvasir_node.roles.peers import join_targets
-from kvasir_node.wire.envelope import public_key_of
 from kvasir_node.wire.swarm_keys import (
     SECRET_BYTES_MAX,
     SwarmKeys,
@@ -57,43 +55,6 @@ class SwarmKey:
         """Those that count now, the newest first."""
         old = (read_secret(self.old_secret),) if self.old_secret and wall() < self.old_until else ()
         return (read_secret(self.secret), *old)
-
-
-def granted_roles(wanted: Sequence[str], keys: SwarmKeys, *, is_asked: bool) -> tuple[str, ...]:
-    """The roles of a node that wants these: without those that its ticket does not grant, if nobody asked for them.
-
-    Raises UsageError for one that was asked for, and where none is left.
-    """
-    missing = [role for role in wanted if role not in keys.roles]
-    left = tuple(role for role in wanted if role in keys.roles)
-    if missing and (is_asked or not left):
-        may_be, lacks = " or ".join(keys.roles), " and ".join(missing)
-        raise UsageError(
-            f"the ticket of this node lets it be {may_be}, not {lacks}; ask for one with "
-            f"`kvasir-node ticket --role {','.join(missing)}`, or start it with --role {keys.roles[0]}"
-        )
-    if missing:
-        logger.info("this node is no %s, as its ticket does not let it", " and no ".join(missing))
-    return left
-
-
-def refusal_of(peer: PeerId, allow: Sequence[str], refuse: Sequence[str]) -> str | None:
-    """Why the owner of this node lets a peer in under no secret; None = it may come in."""
-    if peer in refuse:
-        return f"{peer} is listed in network.refuse"
-    if allow and peer not in allow:
-        return f"{peer} is not listed in network.allow"
-    return None
-
-
-def check_peer_lists(allow: Sequence[str], refuse: Sequence[str]) -> None:
-    """Raises UsageError for what is no peer id: a slip there would let in whom it should keep out."""
-    for key, peers in (("network.allow", allow), ("network.refuse", refuse)):
-        for peer in peers:
-            try:
-                public_key_of(PeerId(peer))
-            except Misbehaved as error:
-                raise UsageError(f"{key} lists peer ids, as `kvasir-node id` prints them; got {peer[:64]!r}") from error
 
 
 def read_join(join: Sequence[str]) -> tuple[bytes | None, tuple[str, ...]]:

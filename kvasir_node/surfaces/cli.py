@@ -341,6 +341,23 @@ def _tell_worker(context: typer.Context, url: str | None, verb: str, as_json: bo
     _print_json(document) if as_json else print(f"{worker['state']}{why}")
 
 
+@app.command()
+def doctor(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
+    """What may be wrong here, and what to do about it: disk, memory, kernels, ports, clock, how others reach us."""
+    from kvasir_node.surfaces.doctor import FAIL, doctor_document, doctor_text, examine
+
+    settings = context.obj.settings()
+    client = _running_node(settings, url)
+    if client is None:
+        checks = examine(settings, None, None)
+    else:
+        with client:
+            checks = examine(settings, client.get("/kvasir/v1/status"), client.get("/kvasir/v1/peers"))
+    _print_json(doctor_document(checks)) if as_json else print(doctor_text(checks))
+    if any(check.level == FAIL for check in checks):
+        raise typer.Exit(UNHEALTHY)
+
+
 @app.command("id")
 def id_(context: typer.Context, as_json: JsonFlag = False) -> None:
     """This node's peer id, whether it runs or not."""

@@ -13,7 +13,8 @@ from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.decide.manners import parse_quiet_hours
 from kvasir_node.net.listen_address import parse_listen_address
 from kvasir_node.roles.known_models import locate_model
-from kvasir_node.roles.swarm_key import check_peer_lists, read_join
+from kvasir_node.roles.membership import check_peer_lists
+from kvasir_node.roles.swarm_key import read_join
 from kvasir_node.surfaces.address import check_key_policy
 
 
@@ -26,7 +27,7 @@ def check_settings(settings: Settings) -> None:
     for address in settings.network.listen:
         parse_listen_address(address)
     read_join(settings.network.join)
-    check_peer_lists(settings.network.allow, settings.network.refuse)
+    check_peer_lists(settings.network)
     parse_quiet_hours(settings.worker.quiet_hours)
     if "coordinator" in settings.node.roles:
         locate_model(data_dir, settings.coordinator.model)

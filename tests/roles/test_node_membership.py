@@ -11,6 +11,7 @@ from test_node import Running, config, nodes
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings
+from kvasir_node.net.mdns import lan_interfaces
 from kvasir_node.roles.node import open_node
 from kvasir_node.roles.swarm_key import Renewal
 from kvasir_node.wire.swarm_keys import lesser_secret, read_secret
@@ -106,3 +107,18 @@ async def test_the_secret_is_replaced_and_nothing_stops(tmp_path):
         for worker in (ann, bob):
             await until(worker, lambda s: any("not a member" in w for w in s.warnings), "strangers", 20)
         assert (await ask(hub.node, "It is")).text
+
+
+@pytest.mark.skipif(not lan_interfaces(), reason="this machine is on no network")
+async def test_two_nodes_on_one_network_find_each_other_by_the_secret_alone(tmp_path):
+    async with nodes() as nursery:
+        listen = {"network__listen": "/ip4/0.0.0.0/tcp/0"}
+        hub = (await start(nursery, config(tmp_path, "hub", "hub", **listen))).node
+        await trio.sleep(2)  # its announcement is out; so is that of any node that has run for a while
+        secret_alone = write_ticket(Ticket(read_ticket(hub.ticket()).secret, ()))
+        settings = config(tmp_path, "ann", "worker", network__join=secret_alone, **listen)
+        ann = (await start(nursery, settings)).node
+        await until(ann, lambda s: [member.name for member in s.members] == ["hub"], "found", 5)
+        stranger = (await start(nursery, config(tmp_path, "eve", "worker", **listen))).node
+        await trio.sleep(3)
+        assert stranger.snapshot().net.peers == 0

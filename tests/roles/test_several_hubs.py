@@ -16,7 +16,7 @@ from kvasir_node.net.memory_net import MemoryTransport, open_memory_network
 from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.hub_file import HUBS_MAX as REMEMBERED_MAX
 from kvasir_node.roles.hub_file import HubFile
-from kvasir_node.roles.hub_search import HUBS_HEARD_MAX, HUBS_KEPT, HubSearch
+from kvasir_node.roles.hub_search import HINTS_MAX, HUBS_HEARD_MAX, HUBS_KEPT, HubSearch
 from kvasir_node.roles.link import compute_here
 from kvasir_node.roles.peers import Peers
 from kvasir_node.wire.messages import About, HubNews, MarketMethod
@@ -250,6 +250,20 @@ async def test_a_node_finds_as_many_of_the_hubs_that_it_hears_of_as_it_keeps_the
         network.kill(first[0])
         await trio.sleep(5)
         assert all(len(seeker.peers.hubs()) == HUBS_KEPT for seeker in seekers)
+
+
+async def test_hints_of_the_local_network_crowd_out_no_hub_and_replace_nothing(autojump_clock):
+    async with open_memory_network() as network:
+        ann = Seeker(network, "ann", is_hub=False)
+        table = ["/ip4/192.0.2.1/tcp/1/p2p/hub"]
+        ann.search.heard(PeerId("hub"), table)
+        ann.search.heard(PeerId("hub"), ["/ip4/192.168.1.9/tcp/1/p2p/hub"], is_hint=True)
+        assert ann.search._heard[PeerId("hub")].addresses == ("/ip4/192.168.1.9/tcp/1/p2p/hub", *table)
+        for number in range(2 * HUBS_HEARD_MAX):
+            ann.search.heard(PeerId(f"fake {number}"), [f"/ip4/192.0.2.9/tcp/1/p2p/fake {number}"], is_hint=True)
+        assert len(ann.search._heard) == 1 + HINTS_MAX
+        ann.search.heard(PeerId("fake 0"), ["/ip4/192.0.2.2/tcp/1/p2p/fake 0"])  # a table: no hint any more
+        assert ann.search._hints() == HINTS_MAX - 1
 
 
 async def test_a_node_finds_its_hubs_again_though_the_one_in_the_ticket_is_gone(autojump_clock, nursery, tmp_path):

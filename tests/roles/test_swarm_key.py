@@ -10,9 +10,6 @@ from kvasir_node.roles.swarm_key import (
     OLD_FILE_NAME,
     Renewal,
     SwarmKey,
-    check_peer_lists,
-    granted_roles,
-    refusal_of,
 )
 from kvasir_node.roles.swarm_key import read_swarm_key as read_key
 from kvasir_node.wire.swarm_keys import lesser_secret, read_secret, replacing_secret, swarm_id
@@ -99,33 +96,6 @@ def test_of_tickets_that_differ_in_their_roles_the_one_that_grants_most_counts_w
         (tmp_path / str(number)).mkdir()
         assert read_swarm_key([ticket(each) for each in join], tmp_path / str(number)).secret == best
     assert read_swarm_key((ticket(worker),), tmp_path / "0").secret == hub  # nor does a node forget what it may do
-
-
-def test_a_node_takes_the_roles_that_its_ticket_grants():
-    worker, hub, root = (read_secret(each) for each in (lesser_secret(A, []), lesser_secret(A, ["hub"]), A))
-    every = ("coordinator", "hub", "worker")
-    assert granted_roles(every, root, is_asked=False) == granted_roles(every, root, is_asked=True) == every
-    assert granted_roles(every, hub, is_asked=False) == ("hub", "worker")
-    assert granted_roles(("worker",), worker, is_asked=True) == ("worker",)
-    with pytest.raises(UsageError, match=r"lets it be hub or worker, not coordinator; ask .* --role coordinator"):
-        granted_roles(every, hub, is_asked=True)
-    with pytest.raises(UsageError, match="lets it be worker, not hub"):
-        granted_roles(("hub",), worker, is_asked=False)
-
-
-def test_peers_are_let_in_by_the_lists_of_the_settings():
-    assert refusal_of("x", (), ()) is None
-    assert refusal_of("x", ("x",), ()) is None
-    assert "network.refuse" in refusal_of("x", ("x",), ("x",))
-    assert "not listed in network.allow" in refusal_of("x", ("y",), ())
-
-
-def test_a_list_of_what_is_no_peer_id_is_refused():
-    check_peer_lists((PEER,), (PEER,))
-    with pytest.raises(UsageError, match=r"network\.allow lists peer ids"):
-        check_peer_lists((PEER[:-1],), ())
-    with pytest.raises(UsageError, match=r"network\.refuse lists peer ids"):
-        check_peer_lists((), ("ann",))
 
 
 # Replacing the secret ---------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import math
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import trio
 from libp2p.io.exceptions import ConnectionClosedError
@@ -50,14 +51,24 @@ Upgrade = Callable[[TcpStream, PeerId, bool], Awaitable[None]]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
 class _Session:
-    peer: PeerId
-    token: bytes
-    drives: bool
-    is_open: trio.Event = field(default_factory=trio.Event)
-    scope: trio.CancelScope = field(default_factory=lambda: trio.move_on_after(ATTEMPT_S))
-    arrived: list[trio.MemorySendChannel[TcpStream]] = field(default_factory=list[trio.MemorySendChannel[TcpStream]])
+    """One attempt. `arrived` holds connections that the other side made to our listener."""
+
+    def __init__(self, peer: PeerId, token: bytes, *, drives: bool) -> None:
+        self.peer = peer
+        self.token = token
+        self.drives = drives
+        self.is_open = trio.Event()
+        self.scope = trio.move_on_after(math.inf)
+        self.arrived, self._arrived = trio.open_memory_channel[TcpStream](ADDRESSES_MAX)
+
+    async def next_arrived(self) -> TcpStream:
+        return await self._arrived.receive()
+
+    def close(self) -> None:
+        with suppress(trio.WouldBlock):
+            while True:
+                self._arrived.receive_nowait().abort()
 
 
 class Puncher:
@@ -79,18 +90,19 @@ class Puncher:
     async def punch(self, peer: PeerId) -> None:
         """Returns when there is a direct connection. Raises Unreachable. Cancel-safety: nothing half-made is left."""
         stream = await self._transport.open_stream(peer, PUNCH_PROTOCOL)
-        token = secrets.token_bytes(TOKEN_BYTES)
+        session = _Session(peer, secrets.token_bytes(TOKEN_BYTES), drives=True)
         try:
-            with trio.move_on_after(AGREE_S) as agreeing:
-                asked_at = trio.current_time()
-                await stream.write(token, _pack(self._candidates()))
-                addresses = await _read_addresses(stream)
-                round_trip_s = trio.current_time() - asked_at
-                await stream.write(b"\x01")
-            if agreeing.cancelled_caught:
-                raise Unreachable(f"{peer} did not agree to a direct connection in {AGREE_S:g} s")
-            await trio.sleep(round_trip_s / 2)
-            await self._attempt(_Session(peer, token, drives=True), addresses)
+            with self._registered(session):
+                with trio.move_on_after(AGREE_S) as agreeing:
+                    asked_at = trio.current_time()
+                    await stream.write(session.token, _pack(self._candidates()))
+                    addresses = await _read_addresses(stream)
+                    round_trip_s = trio.current_time() - asked_at
+                    await stream.write(b"\x01")
+                if agreeing.cancelled_caught:
+                    raise Unreachable(f"{peer} did not agree to a direct connection in {AGREE_S:g} s")
+                await trio.sleep(round_trip_s / 2)
+                await self._attempt(session, addresses)
         finally:
             await stream.reset()
 
@@ -99,33 +111,36 @@ class Puncher:
         with trio.move_on_after(AGREE_S) as agreeing:
             token = await read_exactly(stream.read, TOKEN_BYTES)
             addresses = await _read_addresses(stream)
-            await stream.write(_pack(self._candidates()))
-            await read_exactly(stream.read, 1)
+            with self._registered(_Session(stream.peer, token, drives=False)) as session:
+                await stream.write(_pack(self._candidates()))
+                await read_exactly(stream.read, 1)
+                agreeing.deadline = math.inf
+                await self._attempt(session, addresses)
         if agreeing.cancelled_caught:
             raise Unreachable(f"{stream.peer} did not agree to a direct connection in {AGREE_S:g} s")
-        await self._attempt(_Session(stream.peer, token, drives=False), addresses)
 
-    async def _attempt(self, session: _Session, addresses: Sequence[str]) -> None:
+    @contextmanager
+    def _registered(self, session: _Session) -> Iterator[_Session]:
+        """Connections of the other side are taken from here on: it may be quicker, or have a way in already.
+
+        One that came too soon and was closed would leave its two ports unusable for a minute.
+        """
         if len(self._sessions) >= SESSIONS_MAX:
             raise Unreachable(f"{SESSIONS_MAX} attempts at direct connections are under way already")
-        targets = [(host_of(each), port_of(each)) for each in addresses]
-        sending, receiving = trio.open_memory_channel[TcpStream](ADDRESSES_MAX)
-        session.arrived.append(sending)
         self._sessions.append(session)
         try:
-            with session.scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._take_arrived, session, receiving)
-                    for host, port in targets:
-                        nursery.start_soon(self._connect, session, host, port)
+            yield session
         finally:
             self._sessions.remove(session)
-            sending.close()
-            while True:
-                try:
-                    receiving.receive_nowait().close_now()
-                except (trio.WouldBlock, trio.EndOfChannel):
-                    break
+            session.close()
+
+    async def _attempt(self, session: _Session, addresses: Sequence[str]) -> None:
+        session.scope.deadline = trio.current_time() + ATTEMPT_S
+        with session.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._take_arrived, session)
+                for each in addresses:
+                    nursery.start_soon(self._connect, session, host_of(each), port_of(each))
         if not session.is_open.is_set():
             tried = ", ".join(addresses) or "no address"
             raise Unreachable(f"no direct connection to {session.peer} came about in {ATTEMPT_S:g} s at {tried}")
@@ -144,9 +159,9 @@ class Puncher:
                 await self._use(session, tcp, is_greeted=False)
             await trio.sleep(RETRY_S)
 
-    async def _take_arrived(self, session: _Session, arrived: trio.MemoryReceiveChannel[TcpStream]) -> None:
-        async for tcp in arrived:
-            await self._use(session, tcp, is_greeted=True)
+    async def _take_arrived(self, session: _Session) -> None:
+        while True:
+            await self._use(session, await session.next_arrived(), is_greeted=True)
 
     async def _use(self, session: _Session, tcp: TcpStream, *, is_greeted: bool) -> None:
         """Makes it the connection, if the other end is the one that we agreed with."""
@@ -166,7 +181,7 @@ class Puncher:
             _log.debug("a punched connection to %s came to nothing: %s", session.peer, error)
         finally:
             if not kept:
-                tcp.close_now()
+                tcp.abort()
 
     async def admit(self, tcp: TcpStream) -> None:
         """Takes an inbound connection that begins with MAGIC into its attempt; `tcp` is detached then.
@@ -177,12 +192,13 @@ class Puncher:
         token = greeting[len(MAGIC) :]
         found = [each for each in self._sessions if hmac.compare_digest(each.token, token)]
         if not found:
+            tcp.abort()
             raise Misbehaved(RejectReason.NOT_A_MEMBER, "a punched connection names no attempt of ours")
         moved = tcp.moved()
         try:
-            found[0].arrived[0].send_nowait(moved)
+            found[0].arrived.send_nowait(moved)
         except trio.WouldBlock:
-            moved.close_now()
+            moved.abort()
 
 
 def _pack(addresses: Sequence[str]) -> bytes:

@@ -18,7 +18,7 @@ from kvasir_node.model.experts import load_from_checkpoint
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import TensorRange, read_header
 from kvasir_node.model.trunk import LocalDispatch
-from kvasir_node.roles.dispatch import pick_pairs
+from kvasir_node.roles.comparing import pick_pairs
 from kvasir_node.roles.own_experts import OwnExperts
 
 EXPERT_BYTES = 3 * D * 8 * 4

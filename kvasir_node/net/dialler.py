@@ -92,7 +92,7 @@ def _parse_address(text: str) -> tuple[PeerId, DialAddress]:
 
 def _circuit_address(text: str) -> DialAddress:
     """RELAY/p2p-circuit/p2p/PEER; the relay's part may be its id alone."""
-    relay_text = text.partition("/p2p-circuit/")[0]
+    relay_text = text.rpartition("/p2p-circuit/")[0]
     relay, address = _parse_address(relay_text)
     if address.relay is not None:
         return DialAddress(text, refusal="goes through two relays")

@@ -11,6 +11,7 @@ from net_helpers import LOOPBACK
 
 from kvasir_node.base.errors import CapacityError, Unreachable
 from kvasir_node.net.circuit import CIRCUIT_PROTOCOL, RELAY_PROTOCOL, Ask, Circuits
+from kvasir_node.net.dialler import parse_addresses
 from kvasir_node.net.libp2p_host import Libp2pTransport
 from kvasir_node.net.relay import Relay
 from kvasir_node.net.stream_io import read_exactly
@@ -47,7 +48,8 @@ class Trio:
 @asynccontextmanager
 async def opened(open_hosts, **changes: float):
     settings = replace(LOOPBACK, **changes)
-    async with open_hosts(3) as (relay_host, far, near):
+    async with open_hosts(3) as (relay_host, *both):
+        near, far = sorted(both, key=lambda each: each.peer_id)  # of two equal connections near's would be preferred
         relay = Relay(relay_host, settings)
         relay_host.set_handler(RELAY_PROTOCOL, relay.serve)
         circuits = Circuits(far, anybody, far.take_circuit)
@@ -161,6 +163,22 @@ async def test_a_circuit_ends_after_the_time_that_a_relay_allows(open_hosts):
     async with opened(open_hosts, relay_circuit_s=0.3) as trio_of:
         await trio_of.near.connect([trio_of.through()])
         await until(lambda: trio_of.far.peer_id not in {each.peer for each in trio_of.near.connections()})
+
+
+async def test_a_direct_connection_is_preferred_and_streams_of_the_relayed_one_go_on(open_hosts):
+    async with opened(open_hosts) as trio_of:
+        far, near = trio_of.far, trio_of.near
+        await near.connect([trio_of.through()])
+        old = await near.open_stream(far.peer_id, ECHO)
+        await far._dial(*parse_addresses(near.addresses()))
+        await until(lambda: near.way_to(far.peer_id) is not None)
+        for one, other in ((near, far), (far, near)):
+            assert [each.path for each in one.connections() if each.peer == other.peer_id] == ["direct"]
+        await old.write(b"still here")
+        assert await read_exactly(old.read, 10) == b"still here"
+        assert trio_of.relay.circuits == 1
+        await old.close()
+        await until(lambda: trio_of.relay.circuits == 0)
 
 
 async def test_who_holds_no_reservation_of_ours_brings_nobody(open_hosts):

@@ -201,8 +201,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--slowdown", type=float, default=20, help="how many times slower than this machine a node is")
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--slowdown", type=float, default=40, help="how many times slower than this machine a node is")
     parser.add_argument("--seconds", type=float, default=8, help="how long the burst goes on once work is shared")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvasir-swarm-") as folder, ExitStack() as stack:

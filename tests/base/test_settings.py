@@ -242,7 +242,8 @@ def test_default_places_follow_xdg(monkeypatch):
 def test_every_number_and_size_has_its_unit_in_its_name():
     """STYLE D: so that a person who sets it need not look it up."""
     units = ("_s", "_bytes", "_max", "_ratio", "_factor", "_after")
-    counts = {"threads", "slots", "queue", "context", "prefill_chunk", "private_layers"}  # counts whose noun is the unit
+    # Counts whose noun is the unit.
+    counts = {"threads", "slots", "queue", "context", "prefill_chunk", "private_layers"}
     counts |= {"slowdown", "max_slowdown"}  # times
     counts |= {"niceness"}  # a word of its own on every system
     for section in SECTIONS:

@@ -154,7 +154,7 @@ async def test_sigterm_lets_a_running_answer_finish_and_exits_0(tmp_path):
 def test_the_local_swarm_example_shows_every_phase_and_exits_0():
     example = Path(__file__).parents[2] / "examples" / "local_swarm.py"
     done = subprocess.run(
-        [sys.executable, str(example), "--seconds", "3"], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(example), "--seconds", "2"], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -13,7 +13,7 @@ from kvasir_node.store.blocks import BlockStore
 
 WORKER = {"worker__slices_max": 6}
 SHARES = {"fanout__when": "forced"}  # the model is too small for workers to pay
-SLOW = {"compute__slowdown": 12}  # ... but not for a coordinator that is so slow
+SLOW = {"compute__slowdown": 20}  # ... but not for a coordinator that is so slow
 
 
 def reference(prompt: str, tokens: int) -> str:

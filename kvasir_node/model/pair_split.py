@@ -53,10 +53,7 @@ class Split:
 
 
 class PairSplitter:
-    """Splits rows that travel as `dtype`, float32 or bfloat16. One thread at a time, as it keeps its room.
-
-    `machines` in all, with this one.
-    """
+    """Splits rows that travel as `dtype`, float32 or bfloat16. It keeps nothing between calls."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -71,7 +68,8 @@ class PairSplitter:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> Split:
-        """where [E] int64: the machine of each expert; rows [T, D]; chosen [T, K] int64; weights [T, K]."""
+        """where [E] int64: the machine of each expert, of `machines` in all with this one; rows [T, D]; chosen [T, K]
+        int64; weights [T, K]."""
         narrows = rows.dtype is torch.float32 and self._dtype is torch.bfloat16
         framed = rows if narrows else rows.to(self._dtype)
         row_bytes = framed.shape[1] * self._dtype.itemsize

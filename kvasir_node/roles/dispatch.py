@@ -304,7 +304,10 @@ class FanoutDispatch:
         others = [peer for peer, _ in self._replicas(call)]
         if not others:
             return None
-        peer = self._draw.choice(others)
+        return self._same_call(call, self._draw.choice(others))
+
+    def _same_call(self, call: RemoteCall, peer: PeerId) -> RemoteCall | None:
+        """To another peer; None when it should not or cannot be made."""
         limits = self._limits_of(peer, call.part)
         if limits is None:
             return None
@@ -383,12 +386,10 @@ class FanoutDispatch:
         return call.pairs * self._common.times.pair_s if has_all else None
 
     def _ask_other(self, call: RemoteCall, peer: PeerId) -> RemoteCall | None:
-        limits = self._limits_of(peer, call.part)
-        if limits is None:
-            return None
-        self._counted.hedges += 1
-        other = self._new_call(peer, call.layer, call.hidden_size, call.part, limits)
-        self._crew.send([other])
+        other = self._same_call(call, peer)
+        if other is not None:
+            self._counted.hedges += 1
+            self._crew.send([other])
         return other
 
     def _race(self, call: RemoteCall, other: RemoteCall | None) -> RemoteCall | None:

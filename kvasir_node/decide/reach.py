@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvasir_node.base.ids import PeerId
+from kvasir_node.decide.patience import Patience
 
 PROBE_AGAIN_S = 300.0
 PAUSE_S = 2.0  # after a probe or a reservation that failed; doubles ...
@@ -110,34 +111,14 @@ Command = Probe | Reserve | GiveBack | Punch
 
 
 @dataclass(slots=True)
-class _Patience:
-    """When something that failed may be tried again."""
-
-    pause_s: float
-    at: float = 0.0
-    is_under_way: bool = False
-
-    def allows(self, now: float) -> bool:
-        return not self.is_under_way and now >= self.at
-
-    def failed(self, now: float, max_s: float) -> None:
-        self.is_under_way = False
-        self.at = now + self.pause_s
-        self.pause_s = min(max_s, 2 * self.pause_s)
-
-    def succeeded(self, first_s: float, at: float) -> None:
-        self.is_under_way, self.pause_s, self.at = False, first_s, at
-
-
-@dataclass(slots=True)
 class Reach:
     """See the module. `relays_kept` reservations are held while others cannot reach us."""
 
     relays_kept: int
     _seen: dict[PeerId, Seen] = field(default_factory=dict[PeerId, Seen])
-    _probes: dict[PeerId, _Patience] = field(default_factory=dict[PeerId, _Patience])
-    _reserves: dict[PeerId, _Patience] = field(default_factory=dict[PeerId, _Patience])
-    _punches: dict[PeerId, _Patience] = field(default_factory=dict[PeerId, _Patience])
+    _probes: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
+    _reserves: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
+    _punches: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
 
     # --- what was found out ---
 
@@ -190,7 +171,7 @@ class Reach:
     def _probes_due(self, scene: Scene, now: float) -> list[Command]:
         due: list[Command] = []
         for hub in scene.hubs[:HUBS_PROBED_MAX]:
-            patience = self._probes.setdefault(hub, _Patience(PAUSE_S))
+            patience = self._probes.setdefault(hub, Patience(PAUSE_S))
             if patience.allows(now):
                 patience.is_under_way = True
                 due.append(Probe(hub))
@@ -204,7 +185,7 @@ class Reach:
         lacking = self.relays_kept - len(scene.relays) - under_way
         due: list[Command] = []
         for hub in scene.hubs:
-            patience = self._reserves.setdefault(hub, _Patience(PAUSE_S))
+            patience = self._reserves.setdefault(hub, Patience(PAUSE_S))
             if len(due) < lacking and hub not in scene.relays and patience.allows(now):
                 patience.is_under_way = True
                 due.append(Reserve(hub))
@@ -216,7 +197,7 @@ class Reach:
         room = PUNCHES_MAX - sum(each.is_under_way for each in self._punches.values())
         due: list[Command] = []
         for peer in scene.relayed:
-            patience = self._punches.setdefault(peer, _Patience(PUNCH_PAUSE_S))
+            patience = self._punches.setdefault(peer, Patience(PUNCH_PAUSE_S))
             if len(due) < room and patience.allows(now):
                 patience.is_under_way = True
                 due.append(Punch(peer))
@@ -226,7 +207,7 @@ class Reach:
 
     def probed(self, hub: PeerId, seen: Seen | None, now: float) -> None:
         """None: the hub did not answer."""
-        patience = self._probes.setdefault(hub, _Patience(PAUSE_S))
+        patience = self._probes.setdefault(hub, Patience(PAUSE_S))
         if seen is None:
             patience.failed(now, PAUSE_MAX_S)
             return
@@ -234,7 +215,7 @@ class Reach:
         patience.succeeded(PAUSE_S, now + PROBE_AGAIN_S)
 
     def reservation_ended(self, hub: PeerId, now: float, *, was_held: bool) -> None:
-        patience = self._reserves.setdefault(hub, _Patience(PAUSE_S))
+        patience = self._reserves.setdefault(hub, Patience(PAUSE_S))
         if was_held:
             patience.succeeded(PAUSE_S, now)
         else:
@@ -244,7 +225,7 @@ class Reach:
         if is_open:
             self._punches.pop(peer, None)
         else:
-            self._punches.setdefault(peer, _Patience(PUNCH_PAUSE_S)).failed(now, PUNCH_PAUSE_MAX_S)
+            self._punches.setdefault(peer, Patience(PUNCH_PAUSE_S)).failed(now, PUNCH_PAUSE_MAX_S)
 
 
 def advertised(listening: Sequence[str], reached: Sequence[str], circuits: Sequence[str]) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ The dialler opens /kvasir/hello/2.0.0, then (lengths u16 little-endian):
 
 A hint is a MAC over the dialler's nonce and both ids: it tells nothing to who does not hold the secret. There are
 two secrets only while one replaces another.
+
+A guest (wire/guest_pass) holds a key of its own in a secret's place. It always dials; the listener, which knows the
+swarm's secrets, makes that key from them and the guest's peer id.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from kvasir_node.base.ids import PeerId
 from kvasir_node.net.feed import Feed
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import PeerConnected, PeerLost, Stream, StreamHandler, Transport
+from kvasir_node.wire.guest_pass import guest_key
 
 HELLO_PROTOCOL = "/kvasir/hello/2.0.0"
 SECRET_BYTES = 32
@@ -71,6 +75,18 @@ class MemberLeft:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """`key` is what the MACs were made with: `secret` itself, or a guest's key made from it."""
+
+    secret: bytes
+    key: bytes
+
+    @property
+    def is_guest(self) -> bool:
+        return self.key != self.secret
+
+
 class Membership:
     """The members among the connected peers. `run` drives it and must be under way.
 
@@ -99,7 +115,7 @@ class Membership:
         self._refusal_of = refusal_of
         self._nonce = nonce
         self._proven: dict[PeerId, bytes] = {}  # they proved themselves to us
-        self._by: dict[PeerId, bytes] = {}  # ... and by which secret
+        self._by: dict[PeerId, _Proof] = {}  # ... and how
         self._settled: set[PeerId] = set()  # and we to them
         self._challenging: set[PeerId] = set()
         self._answering: set[PeerId] = set()
@@ -114,6 +130,10 @@ class Membership:
 
     def is_member(self, peer: PeerId) -> bool:
         return peer in self._proven
+
+    def is_guest(self, peer: PeerId) -> bool:
+        """Whether the member proved itself by a pass, and not by a ticket."""
+        return peer in self._by and self._by[peer].is_guest
 
     def members(self) -> tuple[PeerId, ...]:
         return tuple(self._settled)
@@ -193,7 +213,7 @@ class Membership:
         while True:
             await trio.sleep(EXPIRY_CHECK_S)
             valid = self._secrets()
-            for peer in [peer for peer, secret in self._by.items() if secret not in valid]:
+            for peer in [peer for peer, proof in self._by.items() if proof.secret not in valid]:
                 _log.info("peer %s is here by a secret that counts no more", peer)
                 await self._transport.disconnect(peer)
 
@@ -243,7 +263,7 @@ class Membership:
         transcript = (ours, theirs, *ids)
         _check(secret, mac, _LISTENER, transcript, about)
         # From here on they are in for us: they may open streams as soon as they have checked our proof.
-        self._prove(stream.peer, about, secret)
+        self._prove(stream.peer, about, _Proof(secret, secret))
         await stream.write(_packed(self._about), _mac(secret, _DIALLER, transcript, self._about))
         if await read_exactly(stream.read, 1) != b"\x01":
             raise Misbehaved(RejectReason.BAD_MESSAGE, "our proof was not accepted")
@@ -277,17 +297,17 @@ class Membership:
             raise Misbehaved(RejectReason.BAD_MESSAGE, f"{count} secrets; a peer holds 1 to {SECRETS_MAX}")
         hints = [await read_exactly(stream.read, HINT_BYTES) for _ in range(count)]
         ids = (str(stream.peer).encode(), str(self._transport.peer_id).encode())
-        number, secret = self._common(hints, theirs, ids)
-        if not number:
+        number, found = self._common(hints, theirs, ids, stream.peer)
+        if found is None:
             await _tell(stream, _NO_SECRET)
             raise _stranger()
         ours = self._nonce()
         transcript = (theirs, ours, *ids)
-        proof = _mac(secret, _LISTENER, transcript, self._about)
-        await stream.write(bytes([number]), ours, _packed(self._about), proof)
+        mac = _mac(found.key, _LISTENER, transcript, self._about)
+        await stream.write(bytes([number]), ours, _packed(self._about), mac)
         about = await _read_about(stream)
-        _check(secret, await read_exactly(stream.read, MAC_BYTES), _DIALLER, transcript, about)
-        self._prove(stream.peer, about, secret)
+        _check(found.key, await read_exactly(stream.read, MAC_BYTES), _DIALLER, transcript, about)
+        self._prove(stream.peer, about, found)
         await stream.write(b"\x01")
         self._settle(stream.peer)
 
@@ -296,21 +316,24 @@ class Membership:
     def _secrets(self) -> list[bytes]:
         return [self._secret, *self._older()][:SECRETS_MAX]
 
-    def _common(self, hints: Sequence[bytes], nonce: bytes, ids: tuple[bytes, bytes]) -> tuple[int, bytes]:
-        """The first of the dialler's secrets that we hold too, and its number; 0 = none."""
+    def _common(
+        self, hints: Sequence[bytes], nonce: bytes, ids: tuple[bytes, bytes], dialler: PeerId
+    ) -> tuple[int, _Proof | None]:
+        """The first of the dialler's secrets, or keys, that we know too, and its number; (0, None) = none."""
         for secret in self._secrets():
-            expected = _hint(secret, nonce, ids)
-            for number, hint in enumerate(hints, 1):
-                if hmac.compare_digest(hint, expected):
-                    return number, secret
-        return 0, b""
+            for key in (secret, guest_key(secret, dialler)):
+                expected = _hint(key, nonce, ids)
+                for number, hint in enumerate(hints, 1):
+                    if hmac.compare_digest(hint, expected):
+                        return number, _Proof(secret, key)
+        return 0, None
 
     def _check_wanted(self, peer: PeerId) -> None:
         if (reason := self._refusal_of(peer)) is not None:
             raise Misbehaved(RejectReason.NOT_A_MEMBER, reason)
 
-    def _prove(self, peer: PeerId, about: bytes, secret: bytes) -> None:
-        self._proven[peer], self._by[peer] = about, secret
+    def _prove(self, peer: PeerId, about: bytes, proof: _Proof) -> None:
+        self._proven[peer], self._by[peer] = about, proof
 
     def _settle(self, peer: PeerId) -> None:
         self._settled.add(peer)

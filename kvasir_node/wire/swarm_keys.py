@@ -36,11 +36,11 @@ ROOT_BYTES = 32
 KEY_BYTES = 32
 GRANT_BYTES = 64
 SECRET_BYTES_MAX = 128
-_NAME_BYTES = 10
+NAME_BYTES = 10
 _ROOT_LATER = 1  # first byte of a root that replaced another
 _LESS = 2  # first byte of a lesser secret, plus 1 with the hub's private key, plus 2 with the coordinator's
-_ROOT_LATER_BYTES = 1 + _NAME_BYTES + ROOT_BYTES
-_LESS_BYTES = 1 + _NAME_BYTES + KEY_BYTES * (1 + len(GUARDED_ROLES))
+_ROOT_LATER_BYTES = 1 + NAME_BYTES + ROOT_BYTES
+_LESS_BYTES = 1 + NAME_BYTES + KEY_BYTES * (1 + len(GUARDED_ROLES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ def read_secret(secret: bytes) -> SwarmKeys:
     """The keys of a secret in any of its forms; raises UsageError, which does not show it."""
     if len(secret) == ROOT_BYTES:
         digest = hashlib.sha256(b"kvasir-node/swarm-id/1\0" + secret).digest()
-        return _keys_of_root(digest[:_NAME_BYTES], secret)
+        return _keys_of_root(digest[:NAME_BYTES], secret)
     if len(secret) == _ROOT_LATER_BYTES and secret[0] == _ROOT_LATER:
-        return _keys_of_root(secret[1 : 1 + _NAME_BYTES], secret[1 + _NAME_BYTES :])
+        return _keys_of_root(secret[1 : 1 + NAME_BYTES], secret[1 + NAME_BYTES :])
     if len(secret) == _LESS_BYTES and secret[0] in range(_LESS, _LESS + 2 ** len(GUARDED_ROLES)):
         return _keys_of_less(secret)
     raise UsageError(
@@ -103,12 +103,12 @@ def _keys_of_root(name: bytes, root: bytes) -> SwarmKeys:
 
 
 def _keys_of_less(secret: bytes) -> SwarmKeys:
-    body = secret[1 + _NAME_BYTES :]
+    body = secret[1 + NAME_BYTES :]
     entry, *keys = (body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES))
     held = secret[0] - _LESS
     private = {role: key for n, (role, key) in enumerate(zip(GUARDED_ROLES, keys, strict=True)) if held & 1 << n}
     public = {role: _public(key) if role in private else key for role, key in zip(GUARDED_ROLES, keys, strict=True)}
-    return SwarmKeys(secret[1 : 1 + _NAME_BYTES], entry, public, private, is_root=False)
+    return SwarmKeys(secret[1 : 1 + NAME_BYTES], entry, public, private, is_root=False)
 
 
 def lesser_secret(secret: bytes, roles: Collection[str]) -> bytes:

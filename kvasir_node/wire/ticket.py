@@ -1,24 +1,21 @@
 """Tickets: the one line that lets a node join a swarm.
 
-"kvasir1" and base32 (lower case, unpadded) of canonical CBOR {s: secret, a: addresses} and four bytes of its sha2-256,
-so that a mistyped ticket is told from a wrong one. A ticket is a secret. It does not know who may have one, nor what
-its secret lets its holder do (wire/swarm_keys).
+"kvasir1" before the line (wire/armour) of canonical CBOR {s: secret, a: addresses}. A ticket is a secret. It does not
+know who may have one, nor what its secret lets its holder do (wire/swarm_keys).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from dataclasses import dataclass
 
 from kvasir_node.base.errors import Misbehaved, UsageError
+from kvasir_node.wire.armour import read_line, write_line
 from kvasir_node.wire.codec import Fields, decode, encode
 from kvasir_node.wire.readers import ADDRESSES_MAX, read_address
 from kvasir_node.wire.swarm_keys import SECRET_BYTES_MAX, read_secret
 
 PREFIX = "kvasir1"
 _BYTES_MAX = 4096
-_CHECK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +27,7 @@ class Ticket:
 
 
 def write_ticket(ticket: Ticket) -> str:
-    body = encode({"s": ticket.secret, "a": list(ticket.addresses[:ADDRESSES_MAX])})
-    return PREFIX + base64.b32encode(body + _check(body)).decode("ascii").lower().rstrip("=")
+    return write_line(PREFIX, encode({"s": ticket.secret, "a": list(ticket.addresses[:ADDRESSES_MAX])}))
 
 
 def read_ticket(text: str) -> Ticket:
@@ -39,27 +35,17 @@ def read_ticket(text: str) -> Ticket:
     text = _plain(text)
     if not text.startswith(PREFIX):
         raise UsageError(f"a ticket starts with {PREFIX}; got {text[:16]!r}")
-    letters = text.removeprefix(PREFIX).upper()
-    damaged = UsageError("the ticket is damaged (mistyped or cut off); copy it whole from `kvasir-node ticket`")
-    other_version = UsageError(
-        "the ticket is of another version of kvasir-node; update this node, or the one it is from"
-    )
-    if len(letters) > 2 * _BYTES_MAX:
-        raise damaged
-    try:
-        raw = base64.b32decode(letters + "=" * (-len(letters) % 8))
-    except ValueError as error:
-        raise damaged from error
-    body, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
-    if _check(body) != check:
-        raise damaged
+    body = read_line(PREFIX, text, body_bytes_max=_BYTES_MAX)
+    if body is None:
+        raise UsageError("the ticket is damaged (mistyped or cut off); copy it whole from `kvasir-node ticket`")
     try:
         fields = Fields(decode(body, max_bytes=_BYTES_MAX, what="ticket"), "ticket")
         ticket = Ticket(fields.binary("s", SECRET_BYTES_MAX), fields.items("a", ADDRESSES_MAX, read_address))
         fields.end()
         read_secret(ticket.secret)
     except (Misbehaved, UsageError):
-        raise other_version from None  # a message may show the secret
+        text = "the ticket is of another version of kvasir-node; update this node, or the one it is from"
+        raise UsageError(text) from None  # a message may show the secret
     return ticket
 
 
@@ -72,7 +58,3 @@ def _plain(text: str) -> str:
     """All capitals are what a QR code holds."""
     text = text.strip()
     return text.lower() if text.isupper() else text
-
-
-def _check(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()[:_CHECK_BYTES]

@@ -167,6 +167,7 @@ class NodeSnapshot:
     worker: WorkerSnapshot | None
     net: NetSnapshot
     members: tuple[MemberSnapshot, ...] = ()  # connected now
+    draining: bool = False  # takes no new work, for good; what is under way goes on to its end
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": STATUS_SCHEMA, **asdict(self)}

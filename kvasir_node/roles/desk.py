@@ -130,9 +130,13 @@ class Desk:
             self._leave(entry)
             items.close()
 
+    def close(self) -> None:
+        """Refuses new requests from now on; does not wait for those that are here."""
+        self._draining = True
+
     async def drain(self) -> None:
         """Refuses new requests; returns when none is left. Cancel-safe."""
-        self._draining = True
+        self.close()
         while self._choices:
             await self._empty.wait()
 

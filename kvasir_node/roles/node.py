@@ -149,6 +149,7 @@ class Node:
         self.worker: Worker | None = None
         self._keeper: Keeper | None = None
         self._reaching: Reaching | None = None
+        self._is_draining = False
 
     @property
     def settings(self) -> Settings:
@@ -405,8 +406,17 @@ class Node:
             "model": {"id": models[0].id, "name": models[0].name} if models else None,
         }
 
+    def begin_drain(self) -> None:
+        """Takes no new work from now on; what is under way goes on to its end."""
+        self._is_draining = True
+        if self.coordinator is not None:
+            self.coordinator.desk.close()
+        if self.worker is not None:
+            self.worker.leave()
+
     async def drain(self) -> None:
         """Finishes answers and gives leases back, both at once. Cancel-safe."""
+        self._is_draining = True
         async with trio.open_nursery() as nursery:
             if self.coordinator is not None:
                 nursery.start_soon(self.coordinator.desk.drain)
@@ -445,6 +455,7 @@ class Node:
             worker=self.worker.snapshot() if self.worker is not None else None,
             net=self._net_snapshot(),
             members=self._members(),
+            draining=self._is_draining,
         )
 
     def _members(self) -> tuple[MemberSnapshot, ...]:

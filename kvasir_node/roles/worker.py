@@ -148,13 +148,17 @@ class Worker:
                     await self._woken.wait()
                 self._handle(placement.Tick())
 
+    def leave(self) -> None:
+        """Gives everything back in good order and takes nothing new, for good. Does not wait."""
+        self._is_leaving = True
+        self.tell(placement.Paused())
+
     async def drain(self) -> None:
         """Gives everything back in good order; returns when nothing is held and nobody is left to be told.
 
         Bounded by the timeouts of its calls, also when hub and coordinator are frozen. Cancel-safe.
         """
-        self._is_leaving = True
-        self.tell(placement.Paused())
+        self.leave()
         while self._mind.stages() or self._under_way:
             await self._settled.park()
 

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,7 +146,11 @@ def up(
 
         check_settings(settings)
         if not dry_run:
-            raise typer.Exit(_run_node(settings, renewal, headless=headless, no_color=context.obj.no_color))
+
+            def recheck() -> None:
+                check_settings(context.obj.settings(given))
+
+            raise typer.Exit(_run_node(settings, renewal, recheck, headless=headless, no_color=context.obj.no_color))
         _print_json({"schema": "kvasir.dry_run/1", "settings": settings_document(settings)})
 
 
@@ -162,7 +166,7 @@ def _assignments(texts: Sequence[str], flags: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _run_node(settings: Settings, renewal: str, *, headless: bool, no_color: bool) -> int:
+def _run_node(settings: Settings, renewal: str, recheck: Callable[[], None], *, headless: bool, no_color: bool) -> int:
     from functools import partial
 
     import trio
@@ -176,7 +180,9 @@ def _run_node(settings: Settings, renewal: str, *, headless: bool, no_color: boo
     if shown:
         say("starting; the screen opens when the node is ready")
     view = partial(screen.terminal_screen, no_color=no_color) if shown else None
-    return trio.run(partial(run_up, partial(_open_node, renewal), settings, screen=view, log_lines=lines))
+    return trio.run(
+        partial(run_up, partial(_open_node, renewal), settings, screen=view, log_lines=lines, recheck=recheck)
+    )
 
 
 def _open_node(renewal: str, settings: Settings) -> AbstractAsyncContextManager[NodePort]:

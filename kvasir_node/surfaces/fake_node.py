@@ -131,8 +131,12 @@ class FakeNode:
             raise UsageError("this node is no worker, so there is nothing to pause or resume")
         self.status = replace(self.status, worker=replace(self.status.worker, state=state, reason=reason))
 
-    async def drain(self) -> None:
+    def begin_drain(self) -> None:
         self._draining = True
+        self.status = replace(self.status, draining=True)
+
+    async def drain(self) -> None:
+        self.begin_drain()
         await self._idle.wait()
         self.drained_count += 1
 

@@ -37,7 +37,7 @@ from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.exchange import Exchange
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
-from kvasir_node.surfaces.ports import AnswerEvents, ModelCard, NodePort
+from kvasir_node.surfaces.ports import AnswerEvents, LifePort, ModelCard, NodePort
 from kvasir_node.surfaces.pull_answer import PullAnswer
 from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
 
@@ -49,15 +49,17 @@ _SSE_HEADERS = [(b"content-type", MEDIA_TYPE), (b"cache-control", b"no-store"), 
 logger = logging.getLogger(__name__)
 
 
-async def serve_api(node: NodePort, listeners: list[trio.SocketListener], *, stop: trio.Event, grace_s: float) -> None:
+async def serve_api(
+    node: NodePort, life: LifePort, listeners: list[trio.SocketListener], *, stop: trio.Event, grace_s: float
+) -> None:
     """Serves the API on the listeners until `stop`, then cuts what still runs after `grace_s`; closes them."""
-    await serve_connections(cast("Any", build_app(node)), listeners, stop=stop, grace_s=grace_s)
+    await serve_connections(cast("Any", build_app(node, life)), listeners, stop=stop, grace_s=grace_s)
 
 
-def build_app(node: NodePort) -> ASGIApp:
+def build_app(node: NodePort, life: LifePort) -> ASGIApp:
     """The whole API of one node. Raises UsageError when the address needs a key and none is set."""
     check_key_policy(node.settings.api.listen, node.settings.api.key)
-    api = _Api(node)
+    api = _Api(node, life)
     app = Starlette(
         routes=[
             Route("/v1/models", api.list_models),
@@ -72,6 +74,9 @@ def build_app(node: NodePort) -> ASGIApp:
             Route("/kvasir/v1/pull", api.pull, methods=["POST"]),
             Route("/kvasir/v1/pause", api.pause, methods=["POST"]),
             Route("/kvasir/v1/resume", api.resume, methods=["POST"]),
+            Route("/kvasir/v1/drain", api.drain, methods=["POST"]),
+            Route("/kvasir/v1/stop", api.stop, methods=["POST"]),
+            Route("/kvasir/v1/restart", api.restart, methods=["POST"]),
         ],
         exception_handlers={
             KvasirError: _on_kvasir_error,
@@ -86,8 +91,8 @@ def build_app(node: NodePort) -> ASGIApp:
 class _Api:
     """The endpoints."""
 
-    def __init__(self, node: NodePort) -> None:
-        self.node = node
+    def __init__(self, node: NodePort, life: LifePort) -> None:
+        self.node, self.life = node, life
 
     async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_document(card) for card in self.node.models()]})
@@ -121,6 +126,18 @@ class _Api:
     async def resume(self, request: Request) -> Response:
         self.node.resume()
         return JSONResponse(self.node.snapshot().to_json())
+
+    async def drain(self, request: Request) -> Response:
+        self.node.begin_drain()
+        return JSONResponse(self.node.snapshot().to_json())
+
+    async def stop(self, request: Request) -> Response:
+        self.life.stop()
+        return JSONResponse(self.node.snapshot().to_json(), 202)
+
+    async def restart(self, request: Request) -> Response:
+        self.life.restart()
+        return JSONResponse(self.node.snapshot().to_json(), 202)
 
     async def pull(self, request: Request) -> Response:
         body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))

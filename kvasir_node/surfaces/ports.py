@@ -1,4 +1,4 @@
-"""What the surfaces need from a node: one small Protocol.
+"""What the surfaces need from a node, and from the process that it is: two small Protocols.
 
 It does not know roles, models or the network; `fake_node.FakeNode` is a second implementation, for tests and
 for looking at the screen without a model.
@@ -79,6 +79,20 @@ class NodePort(Protocol):
         """Ends `pause`; what the owner's settings forbid stays forbidden. Raises UsageError without a worker."""
         ...
 
+    def begin_drain(self) -> None:
+        """Takes no new work from now on, which nothing but a restart ends; what is under way goes on to its end."""
+        ...
+
     async def drain(self) -> None:
-        """Takes no new work and returns when nothing is in flight. The caller sets the deadline; safe to cancel."""
+        """`begin_drain`, and returns when nothing is in flight. The caller sets the deadline; safe to cancel."""
+        ...
+
+
+class LifePort(Protocol):
+    """The process around a node. Neither method waits: the node drains first."""
+
+    def stop(self) -> None: ...
+
+    def restart(self) -> None:
+        """Raises UsageError when the settings as they are now would not start."""
         ...

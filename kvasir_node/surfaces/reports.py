@@ -76,6 +76,13 @@ def _worker_counts(workers: Sequence[Document]) -> str:
     return "  ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
 
 
+def work_left(status: Document) -> str:
+    """What a drain waits for, in words; empty when nothing is left."""
+    slots, leases = status["slots"], (status.get("worker") or {}).get("leases", ())
+    running = [(slots["busy"], "answer"), (slots["queued"], "waiting request"), (len(leases), "lease")]
+    return ", ".join(counted(count, noun) for count, noun in running if count)
+
+
 def peers_text(peers: Document) -> str:
     net = peers["net"]
     lines = [f"{counted(net['peers'], 'peer')}: {net['direct']} direct, {net['relayed']} relayed"]

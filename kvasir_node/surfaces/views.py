@@ -30,10 +30,7 @@ def demand_document(snapshot: NodeSnapshot) -> dict[str, Any]:
 
 
 def health_document(snapshot: NodeSnapshot) -> dict[str, Any]:
-    """For load balancers: "ok" unless a coordinator has no model to answer with. Warnings do not make it fail."""
-    serving = "coordinator" not in snapshot.roles or snapshot.model is not None
-    return {
-        "schema": HEALTH_SCHEMA,
-        "status": "ok" if serving else "unavailable",
-        "warnings": list(snapshot.warnings),
-    }
+    """For load balancers: who should not be asked now. Warnings do not make it fail."""
+    is_serving = "coordinator" not in snapshot.roles or snapshot.model is not None
+    status = "draining" if snapshot.draining else "ok" if is_serving else "unavailable"
+    return {"schema": HEALTH_SCHEMA, "status": status, "warnings": list(snapshot.warnings)}

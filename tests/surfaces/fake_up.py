@@ -9,8 +9,8 @@ from functools import partial
 
 import trio
 
-from kvasir_node.base.errors import DataError
-from kvasir_node.base.settings import Settings, load_settings
+from kvasir_node.base.errors import DataError, UsageError
+from kvasir_node.base.settings import Settings, data_dir_of, load_settings
 from kvasir_node.surfaces import log
 from kvasir_node.surfaces.app import run_up
 from kvasir_node.surfaces.fake_node import FakeNode, busy_snapshot
@@ -28,6 +28,13 @@ async def open_fake(settings: Settings, start_s: float, piece_s: float) -> Async
     yield node
 
 
+def recheck(settings: Settings) -> None:
+    """Refuses as long as a file in the data directory says why."""
+    refusal = data_dir_of(settings) / "refusal"
+    if refusal.exists():
+        raise UsageError(refusal.read_text())
+
+
 def main(data_dir: str, *options: str) -> int:
     given = dict(option.split("=", 1) for option in options)
     screen, start_s = given.pop("screen", None), float(given.pop("start_s", 0))
@@ -36,7 +43,9 @@ def main(data_dir: str, *options: str) -> int:
     lines = log.pane()
     log.set_up_logging(settings.log, lines=lines if screen else None)
     open_node = partial(open_fake, start_s=start_s, piece_s=piece_s)
-    return trio.run(partial(run_up, open_node, settings, screen=terminal_screen if screen else None, log_lines=lines))
+    shown = terminal_screen if screen else None
+    run = partial(run_up, open_node, settings, screen=shown, log_lines=lines, recheck=partial(recheck, settings))
+    return trio.run(run)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import trio
 
+from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings, load_settings
 from kvasir_node.surfaces.address import parse_address
 from kvasir_node.surfaces.fake_node import FakeNode
@@ -29,9 +30,26 @@ def settings_with(**flags: Any) -> Settings:
     return load_settings(flags=given, env={"KVASIR_API__KEY": key} if key else {})
 
 
+class FakeLife:
+    """Notes what was asked of it; `refusal` is why the settings would not start."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.refusal: UsageError | None = None
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def restart(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append("restart")
+
+
 @dataclass
 class Served:
     node: FakeNode
+    life: FakeLife
     url: str
     client: httpx.AsyncClient
 
@@ -44,14 +62,14 @@ class Served:
 
 @asynccontextmanager
 async def serve(node: FakeNode, *, grace_s: float = 1.0) -> AsyncIterator[Served]:
-    stop = trio.Event()
+    stop, life = trio.Event(), FakeLife()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             listeners = await open_listeners(parse_address(node.settings.api.listen))
             url = url_of(listeners)
-            nursery.start_soon(partial(serve_api, node, listeners, stop=stop, grace_s=grace_s))
+            nursery.start_soon(partial(serve_api, node, life, listeners, stop=stop, grace_s=grace_s))
             async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
-                yield Served(node, url, client)
+                yield Served(node, life, url, client)
             stop.set()
 
 

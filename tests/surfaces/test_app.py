@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,13 @@ from kvasir_node.surfaces.nodefile import read_node_file
 SCRIPT = Path(__file__).with_name("fake_up.py")
 
 
+ENDING = {"model": "demo", "prompt": "x", "stream": True}  # an answer of three pieces
+
+
 @contextmanager
-def started(data_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def started(data_dir: Path, *options: str, **popen: Any) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, str(SCRIPT), str(data_dir), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen) as process:
         try:
             yield process
         finally:
@@ -39,8 +45,7 @@ def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
 @contextmanager
 def streaming(url: str) -> Iterator[None]:
     """An answer that has begun, and will not end by itself."""
-    body = {"model": "demo", "prompt": "x", "stream": True}
-    with httpx.stream("POST", url + "/v1/completions", json=body, trust_env=False) as response:
+    with httpx.stream("POST", url + "/v1/completions", json=ENDING, trust_env=False) as response:
         parts = response.iter_raw()
         assert next(parts).startswith(b":")
         yield
@@ -94,13 +99,51 @@ def test_sigterm_lets_running_answers_finish_and_refuses_new_ones(tmp_path):
     assert answers[0].json()["choices"][0]["finish_reason"] == "stop"
 
 
+def test_sighup_drains_and_asks_to_be_started_again_unless_the_settings_would_not_start(tmp_path):
+    with started(tmp_path, "piece_s=0.2") as process:
+        url = ready(process)["api"]
+        (tmp_path / "refusal").write_text("setting coordinator.slots must be a whole number")
+        process.send_signal(signal.SIGHUP)
+        while "going on as before" not in (line := process.stderr.readline()):
+            pass
+        assert "coordinator.slots" in line
+        refused = httpx.post(url + "/kvasir/v1/restart", trust_env=False)
+        assert (refused.status_code, "coordinator.slots" in refused.text) == (400, True)
+        (tmp_path / "refusal").unlink()
+        with httpx.stream("POST", url + "/v1/completions", json=ENDING, trust_env=False) as answer:
+            process.send_signal(signal.SIGHUP)
+            text = answer.read().decode()
+        code, stderr = ended(process)
+    assert (code, "[DONE]" in text) == (75, True), stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_service_manager_hears_of_start_life_and_end_and_nohup_holds(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(str(tmp_path / "notify"))
+        heard.settimeout(15)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"}
+        ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with started(tmp_path / "data", env=environment, preexec_fn=ignore) as process:
+            url = ready(process)["api"]
+            words = [heard.recv(1000).decode() for _ in range(4)]
+            assert sorted(words)[0] == f"READY=1\nSTATUS=serving at {url}"
+            assert words.count("WATCHDOG=1") == 3
+            process.send_signal(signal.SIGHUP)
+            assert httpx.post(url + "/kvasir/v1/restart", trust_env=False).status_code == 202
+            while "STOPPING=1" not in heard.recv(1000).decode():
+                pass
+            assert ended(process) == (75, "opening\n")
+
+
 def test_draining_has_a_deadline(tmp_path):
-    with started(tmp_path, "piece_s=60", "node.drain_timeout_s=0.2") as process:
+    with started(tmp_path, "piece_s=60", "node.drain_timeout_s=0.4") as process:
         url = ready(process)["api"]
         with streaming(url):
             process.send_signal(signal.SIGTERM)
             code, stderr = ended(process)
     assert code == 0
+    assert "waiting for 1 answer, 1 lease; a second SIGINT" in stderr
     assert "did not end within" in stderr
 
 

@@ -234,6 +234,22 @@ async def test_a_worker_is_paused_and_resumed_and_the_status_says_why():
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_a_drain_refuses_new_requests_and_tells_load_balancers_and_only_the_process_ends_it():
+    async with serve(fake()) as served:
+        post = served.client.post
+        drained = (await post("/kvasir/v1/drain")).json()
+        assert (drained["schema"], drained["draining"]) == (STATUS_SCHEMA, True)
+        assert (await served.chat()).status_code == 503
+        health = await served.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        for verb in ("stop", "restart"):
+            assert (await post(f"/kvasir/v1/{verb}")).status_code == 202
+        assert served.life.asked == ["stop", "restart"]
+        served.life.refusal = UsageError("setting coordinator.slots must be a whole number")
+        refused = await post("/kvasir/v1/restart")
+        assert (refused.status_code, "coordinator.slots" in refused.json()["error"]["message"]) == (400, True)
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_health_fails_only_when_a_coordinator_has_no_model(path):
     node = fake()

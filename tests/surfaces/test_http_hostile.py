@@ -6,7 +6,7 @@ import json
 
 import pytest
 import trio
-from surfaces_helpers import CHAT, serve, settings_with, until
+from surfaces_helpers import CHAT, FakeLife, serve, settings_with, until
 
 from kvasir_node.surfaces.exchange import SEND_TIMEOUT_S
 from kvasir_node.surfaces.fake_node import FakeNode
@@ -86,7 +86,7 @@ class Asgi:
     """One exchange without sockets, for virtual time: the body's parts, and what was sent back."""
 
     def __init__(self, node: FakeNode, *parts: bytes, path: str = CHAT) -> None:
-        self.app, self.path = build_app(node), path
+        self.app, self.path = build_app(node, FakeLife()), path
         self.parts = list(parts)
         self.sent: list[tuple[float, bytes]] = []
         self.status = 0

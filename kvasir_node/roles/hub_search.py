@@ -18,9 +18,6 @@ import trio
 from kvasir_node.base.errors import PeerError, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.net.transport import Transport
-from kvasir_node.roles.download import RunBlocking
-from kvasir_node.roles.hub_file import HUBS_MAX as REMEMBERED_MAX
-from kvasir_node.roles.hub_file import HubFile
 from kvasir_node.roles.peers import RequireMember
 from kvasir_node.wire.readers import ADDRESSES_MAX
 
@@ -54,17 +51,12 @@ class HubSearch:
         hubs: Callable[[], Sequence[PeerId]],
         require_member: RequireMember,
         rng: random.Random,
-        file: HubFile | None = None,
-        run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
         self._transport = transport
         self._hubs = hubs
         self._require_member = require_member
         self._rng = rng
         self._heard: dict[PeerId, _Heard] = {}
-        self._file = file
-        self._run_blocking = run_blocking
-        self._found: dict[PeerId, tuple[str, ...]] = {}  # found last, last
 
     def heard(self, hub: PeerId, addresses: Sequence[str], *, is_hint: bool = False) -> None:
         """A hub's table told where it is; only addresses that name the hub itself are believed. `is_hint`: no member
@@ -85,11 +77,7 @@ class HubSearch:
         return sum(each.is_hint for each in self._heard.values())
 
     async def run(self) -> None:
-        """Looks for hubs until cancelled; those of an earlier life first."""
-        if self._file is not None:
-            self._found = dict(await self._run_blocking(self._file.read))
-            for hub, addresses in self._found.items():
-                self.heard(hub, addresses)
+        """Looks for hubs until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 for hub, known in self._next():
@@ -122,15 +110,5 @@ class HubSearch:
         else:
             logger.info("found hub %s", hub)
             known.pause_s = PAUSE_S
-            await self._remember(hub, known.addresses)
         finally:
             known.is_trying = False
-
-    async def _remember(self, hub: PeerId, addresses: tuple[str, ...]) -> None:
-        if self._file is None or self._found.get(hub) == addresses:
-            return
-        self._found.pop(hub, None)
-        self._found[hub] = addresses
-        if len(self._found) > REMEMBERED_MAX:
-            del self._found[next(iter(self._found))]
-        await self._run_blocking(self._file.write, dict(self._found))

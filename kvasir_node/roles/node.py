@@ -6,14 +6,12 @@ It does not know HTTP, the terminal or signals. `open_node` is one async context
 from __future__ import annotations
 
 import logging
-import random
 import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -45,8 +43,6 @@ from kvasir_node.model.manifest import decode_manifest
 from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
-from kvasir_node.net.listen_address import is_loopback
-from kvasir_node.net.mdns import LanSearch
 from kvasir_node.net.rpc import one_call
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
@@ -56,10 +52,8 @@ from kvasir_node.roles.demand_tables import DemandTables, skew_words
 from kvasir_node.roles.desk import Answer
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.faults import NO_FAULTS, Faults
+from kvasir_node.roles.finding import Finding
 from kvasir_node.roles.hub import DEMAND_KIND, Hub
-from kvasir_node.roles.hub_file import FILE_NAME as HUB_FILE_NAME
-from kvasir_node.roles.hub_file import HubFile
-from kvasir_node.roles.hub_search import HubSearch
 from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
@@ -67,7 +61,7 @@ from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, 
 from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
 from kvasir_node.roles.missing_experts import MissingExperts
-from kvasir_node.roles.peers import Joiner, Peers, join_targets
+from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.reaching import Reaching
@@ -137,10 +131,7 @@ class Node:
             keys=swarm.valid_keys,
         )
         self._downloads = Throttle(settings.store.download_bytes_s)
-        rng = random.Random(transport.peer_id)  # another for each node, which is all that matters
-        self._joiner = Joiner(transport, join_targets(swarm.join), self._require_member, rng)
-        hub_file = HubFile(data_dir_of(settings) / HUB_FILE_NAME, swarm_id(swarm.secret))
-        self._search = HubSearch(transport, self._peers.hubs, self._require_member, rng, hub_file)
+        self._finding = Finding(settings, transport, membership, self._peers, self._require_member, swarm)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         slowdown = settings.compute.slowdown
         self._pace = Pace(slowdown) if slowdown > 1 else None  # one for all roles: they share the emulated device
@@ -233,7 +224,7 @@ class Node:
         with single_error_unwrapped():
             async with trio.open_nursery() as nursery:
                 self._keep_running(nursery, "the membership", self._membership.run)
-                self._keep_running(nursery, "joining", self._joiner.run)
+                self._keep_running(nursery, "joining", self._finding.joiner.run)
                 await self.pull(model)
                 nursery.cancel_scope.cancel()
 
@@ -270,15 +261,8 @@ class Node:
         self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
         if self._reaching is not None:
             self._keep_running(nursery, "the search for ways through NATs", self._reaching.run)
-        self._keep_running(nursery, "joining", self._joiner.run)
-        self._keep_running(nursery, "the search for hubs", self._search.run)
-        if self._settings.network.mdns and not all(map(is_loopback, self._settings.network.listen)):
-            self._keep_running(nursery, "the search on the local network", self._lan_search().run)
-
-    def _lan_search(self) -> LanSearch:
-        found = partial(self._search.heard, is_hint=True)
-        announced = self._transport.addresses if self.hub is not None else tuple
-        return LanSearch(swarm_id(self._swarm.secret), self._transport.peer_id, found, announced)
+        for what, run in self._finding.parts():
+            self._keep_running(nursery, what, run)
 
     def _keep_running(self, nursery: trio.Nursery, what: str, task: Callable[[], Awaitable[None]]) -> None:
         """What one of these raises is a bug and ends the node, under the name of the part that had it."""
@@ -320,7 +304,7 @@ class Node:
             table = self._tables.table_of(hub)
             if table is None:
                 continue
-            self._search.heard(hub, table.addresses)
+            self._finding.hub_told(hub, table.addresses)
             if self.hub is not None:
                 self.hub.hear(hub, table)
             self._tell_demand()
@@ -464,12 +448,12 @@ class Node:
         return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
 
     def _warnings(self) -> tuple[str, ...]:
-        warnings = [*self._emulations(), *self._joiner.warnings(), *self._demand_refusals.values()]
+        warnings = [*self._emulations(), *self._finding.joiner.warnings(), *self._demand_refusals.values()]
         for hub, skew_s in self._tables.skews().items():
             name = self._peers.name_of(hub)
             warnings.append(f"the demand table of hub {name} is refused: clock skew: {skew_words(skew_s)}")
         if self.worker is not None and not self._peers.hubs():
-            warnings.append(f"no hub is connected, so this worker finds no work; {self._way_to_hubs()}")
+            warnings.append(f"no hub is connected, so this worker finds no work; {self._finding.way_to_hubs()}")
         if self.worker is not None:
             warnings += self.worker.problems()
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
@@ -481,13 +465,6 @@ class Node:
         slow = f"emulated device: computes {compute.slowdown:g} times slower than it could (compute.slowdown)"
         far = f"emulated distance: answers are held back {compute.answer_delay_s * 1000:g} ms (compute.answer_delay_s)"
         return (slow,) * (self._pace is not None) + (far,) * (compute.answer_delay_s > 0)
-
-    def _way_to_hubs(self) -> str:
-        if trying := self._joiner.trying():
-            return f"trying {', '.join(self._peers.name_of(peer) for peer in trying)}"
-        if self._joiner.targets:
-            return "no peer that was joined is a hub, so it waits for one"
-        return "join a swarm with --join TICKET"
 
     def _net_snapshot(self) -> NetSnapshot:
         connections = self._transport.connections()

@@ -104,8 +104,12 @@ class Peers:
 
     def has_role(self, peer: PeerId, role: str) -> bool:
         """Whether a member is what it says, by its ticket; also of one whose joining was not looked at yet."""
-        about = self._about.get(peer) or (self._read(peer) if self._membership.is_member(peer) else None)
+        about = self.about_of(peer)
         return about is not None and role in about.roles
+
+    def about_of(self, peer: PeerId) -> About | None:
+        """What a member says of itself, without roles that its ticket does not let it take; None = nothing readable."""
+        return self._about.get(peer) or (self._read(peer) if self._membership.is_member(peer) else None)
 
     def about(self) -> dict[PeerId, About]:
         return {peer: about for peer, about in self._about.items() if about is not None}

@@ -13,9 +13,6 @@ from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.placement import HubsKnown, Stage
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.memory_net import MemoryTransport, open_memory_network
-from kvasir_node.roles.content import run_inline
-from kvasir_node.roles.hub_file import HUBS_MAX as REMEMBERED_MAX
-from kvasir_node.roles.hub_file import HubFile
 from kvasir_node.roles.hub_search import HINTS_MAX, HUBS_HEARD_MAX, HUBS_KEPT, HubSearch
 from kvasir_node.roles.link import compute_here
 from kvasir_node.roles.peers import Peers
@@ -212,7 +209,7 @@ async def test_a_hub_that_restarts_is_right_within_ten_seconds(autojump_clock, t
 class Seeker:
     """A node's membership, peers and search for hubs on the memory network."""
 
-    def __init__(self, network, name: str, *, is_hub: bool, file: HubFile | None = None) -> None:
+    def __init__(self, network, name: str, *, is_hub: bool) -> None:
         self.transport: MemoryTransport = network.transport(name)
         says = About(name, "1", ("hub",) if is_hub else (), ()).to_bytes()
         peer = self.transport.peer_id
@@ -223,8 +220,6 @@ class Seeker:
             self.peers.hubs,
             lambda peer: self.membership.require(peer, 8.0),
             random.Random(1),
-            file,
-            run_inline,
         )
 
     async def run(self) -> None:
@@ -264,38 +259,6 @@ async def test_hints_of_the_local_network_crowd_out_no_hub_and_replace_nothing(a
         assert len(ann.search._heard) == 1 + HINTS_MAX
         ann.search.heard(PeerId("fake 0"), ["/ip4/192.0.2.2/tcp/1/p2p/fake 0"])  # a table: no hint any more
         assert ann.search._hints() == HINTS_MAX - 1
-
-
-async def test_a_node_finds_its_hubs_again_though_the_one_in_the_ticket_is_gone(autojump_clock, nursery, tmp_path):
-    file = HubFile(tmp_path / "hubs.cbor", "swarm")
-    async with open_memory_network() as network:
-        hub, ann = Seeker(network, "hub", is_hub=True), Seeker(network, "ann", is_hub=False, file=file)
-        for each in (hub, ann):
-            nursery.start_soon(each.run)
-        ann.search.heard(hub.transport.peer_id, hub.transport.addresses())
-        await trio.sleep(5)
-        network.kill(ann.transport.peer_id)
-        again = Seeker(network, "ann, restarted", is_hub=False, file=file)
-        nursery.start_soon(again.run)
-        await trio.sleep(5)
-        assert again.peers.hubs() == (hub.transport.peer_id,)
-
-
-def test_the_file_of_hubs_is_for_one_swarm_bounded_and_not_believed_blindly(tmp_path):
-    path = tmp_path / "hubs.cbor"
-    file = HubFile(path, "swarm")
-    assert file.read() == {}
-    hubs = {PeerId(f"hub {number}"): (f"/ip4/192.0.2.1/tcp/1/p2p/hub {number}",) for number in range(40)}
-    file.write(hubs)
-    assert file.read() == dict(list(hubs.items())[-REMEMBERED_MAX:])
-    assert HubFile(path, "another swarm").read() == {}
-    good = path.read_bytes()
-    for index in range(0, len(good), 7):
-        path.write_bytes(good[:index] + bytes((good[index] ^ 0x15,)) + good[index + 1 :])
-        assert len(file.read()) <= REMEMBERED_MAX  # and no exception
-    path.write_bytes(good[: len(good) // 2])
-    assert file.read() == {}
-    HubFile(tmp_path / "no such folder" / "hubs.cbor", "swarm").write(hubs)
 
 
 async def test_a_hub_that_cannot_be_dialled_is_tried_ever_more_rarely_and_told_as_no_fault(autojump_clock, nursery):

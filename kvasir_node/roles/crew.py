@@ -2,7 +2,8 @@
 
 It does not know requests for text, slots or the market. It lives on the trio loop; computing threads reach it through
 what roles/remote_call.py names, which only leaves notes for the loop or looks up what the loop has laid ready. All
-judgement is `decide/ledger` and `decide/call_times`; trials are carried out by roles/trials.py.
+judgement is `decide/ledger` and `decide/call_times`; trials are carried out by roles/trials.py, and how workers come
+and go is roles/attendance.py.
 
 One fault is blamed once: a stream that ends is judged when it ends, however many calls it cuts off; silence is judged
 for all of a peer's slices together. What failed while this machine itself was away is blamed on nobody.
@@ -11,7 +12,6 @@ for all of a peer's slices together. What failed while this machine itself was a
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +27,6 @@ from kvasir_node.base.errors import (
     KvasirError,
     Misbehaved,
     Overloaded,
-    RejectReason,
     Unreachable,
     UsageError,
 )
@@ -41,29 +40,25 @@ from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
+from kvasir_node.roles.attendance import Attendance, Invite
 from kvasir_node.roles.measured import CallMeasured, LinkMeasured, Observer
 from kvasir_node.roles.peer_counts import COUNTS_MAX, PeerCounts
 from kvasir_node.roles.remote_call import RemoteCall, Result, Served
 from kvasir_node.roles.trials import Member, OwnSums, RunBlocking, TrialResult, Trials
-from kvasir_node.wire import messages
-from kvasir_node.wire.messages import Attachment, ExpertsMethod
+from kvasir_node.wire.messages import ExpertsMethod
 from kvasir_node.wire.tensors import REQUEST_BYTES, computed_s_of
 
 logger = logging.getLogger(__name__)
 
 REFUSALS_MAX = 16  # in a row; a worker that only refuses gets a pause, as one that fails does
-NOTICE_TIMEOUT_S = 5.0  # a worker that does not read is not told its standing
 MORE_TIME_MAX = 4.0  # a call that we would compute long ourselves may take this many ceilings longer
 SHOWN_MAX = 512  # workers in a snapshot
 SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again after this
-TIMED_S = 5.0  # how far an express channel reaches is found out again when no call told of it for so long
-ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back for it, so often; the least of each counts, because
-# whoever waits for a busy core learns nothing of the way
+ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back by a channel, so often, to find out how far it
+# reaches; the least of each counts, because whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
 AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
 AWAY_GRACE_S = 10.0
-Invite = Callable[[PeerId, Callable[[ExpressChannel], None]], bytes | None]
-"""See `Transport.invite`."""
 
 
 class Crew:
@@ -94,14 +89,8 @@ class Crew:
         self._wall_clock = wall_clock
         self._stalls = OwnStalls()
         self._settings = settings
-        self._model = model
-        self._dtype = dtype
-        self._slices = slices
         self._changed = changed
         self._name_of = name_of
-        self._body_bytes_max = body_bytes_max
-        self._invite = invite
-        self._rtt_of = rtt_of
         self._observer = observer
         self.ledger = Ledger(
             LedgerLimits(
@@ -124,10 +113,17 @@ class Crew:
         self._slow_since: dict[tuple[PeerId, int], float] = {}  # (peer, size class of calls); of members
         self._times_lock = threading.Lock()  # of both
         self._slice_at = {(e.layer, e.index): part for part in slices for e in part.experts()}
-        self._members: dict[PeerId, Member] = {}
-        self._channels: dict[PeerId, ExpressChannel] = {}
-        self._untimed: tuple[ExpressChannel, ...] = ()  # replaced as a whole
-        self._timed_at: dict[PeerId, float] = {}  # when something last went by its channel, on the loop's clock
+        self._here = Attendance(
+            settings,
+            model,
+            dtype,
+            slices,
+            self,
+            name_of=name_of,
+            body_bytes_max=body_bytes_max,
+            invite=invite,
+            rtt_of=rtt_of,
+        )
         self._able: Mapping[int, Mapping[PeerId, frozenset[int]]] = {}  # by layer; replaced as a whole by the loop
         self._counts = PeerCounts(name_of)
         self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
@@ -138,23 +134,32 @@ class Crew:
             settings,
             self.ledger,
             held,
-            members=self.members,
+            members=self._here.members,
             own_sums=own_sums,
             address_of=address_of,
             layers_changed=trial_layers_changed,
-            begun=lambda member, part: self._tell_standing(member.peer, (part,)),
+            begun=lambda member, part: self._here.tell_standing(member.peer, (part,)),
             ended=self._trial_ended,
             run_blocking=run_blocking,
         )
 
     def members(self) -> Collection[Member]:
         """Who is attached now."""
-        return self._members.values()
+        return self._here.members()
+
+    async def serve(self, stream: Stream) -> None:
+        """One worker's call stream, from its ATTACH to its end."""
+        await self._here.serve(stream)
+
+    def round_trips(self) -> Mapping[PeerId, float]:
+        """See `Attendance.round_trips`."""
+        return self._here.round_trips()
 
     async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         """Carries trials out until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            self._here.run_in(nursery)
             self._token = trio.lowlevel.current_trio_token()
             task_status.started()
             try:
@@ -163,10 +168,10 @@ class Crew:
                     await trio.sleep(LOOK_INTERVAL_S)
             finally:
                 self._nursery = None  # the computing thread may still leave notes; they start nothing any more
+                self._here.run_in(None)
                 for call in tuple(self._in_flight):
                     self._deliver(call, Unreachable("this node is stopping"))
-                for peer in tuple(self._channels):
-                    self._close_channel(peer, "this node is stopping")
+                self._here.close_channels("this node is stopping")
 
     # The computing threads' side ------------------------------------------------------------------------------
 
@@ -193,11 +198,10 @@ class Crew:
         return False
 
     def channel(self, peer: PeerId) -> ExpressChannel | None:
-        channel = self._channels.get(peer)
-        return None if channel is None or channel.is_closed else channel
+        return self._here.channel(peer)
 
     def untimed_channels(self) -> Collection[ExpressChannel]:
-        return self._untimed
+        return self._here.untimed_channels()
 
     def time_channel(self, channel: ExpressChannel) -> None:
         trips: list[tuple[int, float]] = []
@@ -208,8 +212,7 @@ class Crew:
         self._later(lambda: self._timed(channel, trips))
 
     def _timed(self, channel: ExpressChannel, trips: Sequence[tuple[int, float]]) -> None:
-        self._untimed = tuple(each for each in self._untimed if each is not channel)
-        self._timed_at[channel.peer] = trio.current_time()
+        self._here.was_timed(channel)
         if self._observer is not None and trips:
             self._observer.link_measured(LinkMeasured(channel.peer, trips))
 
@@ -247,7 +250,7 @@ class Crew:
 
     def _send(self, calls: Sequence[RemoteCall]) -> None:
         for call in calls:
-            member = self._members.get(call.peer)
+            member = self._here.member(call.peer)
             if call.abandoned:
                 continue
             if member is None or self._nursery is None:
@@ -292,7 +295,7 @@ class Crew:
         now = trio.current_time()
         # An answer that was there before it was looked for tells nothing of the way.
         telling = [each.peer for each in served.measured if each.computed_s is None or each.took_s > each.computed_s]
-        self._timed_at.update(dict.fromkeys(self._channels.keys() & telling, now))
+        self._here.heard_by_channel(telling)
         for peer, layer, experts in served.experts:
             for part in {self._slice_at[layer, index] for index in experts}:
                 self.ledger.right(peer, part, now, served=True)
@@ -345,8 +348,9 @@ class Crew:
             counts.refusals = 0
             error = CallTimeout(f"refused {REFUSALS_MAX} calls in a row, lastly: {error}")
         self._counts.fault(peer, str(error))
-        if isinstance(error, CallTimeout) and peer in self._members:
-            parts = self._members[peer].slices.union(parts)  # silence is the peer's, not one slice's
+        member = self._here.member(peer)
+        if isinstance(error, CallTimeout) and member is not None:
+            parts = member.slices.union(parts)  # silence is the peer's, not one slice's
         for part in sorted(parts):
             self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
         self._counts.warn(peer, "failed: %s", error)
@@ -364,7 +368,7 @@ class Crew:
             ", ".join(map(str, counts.requests)) or "none",
         )
         counts.requests.clear()
-        member = self._members.get(peer)
+        member = self._here.member(peer)
         self._standing_changed(peer, () if member is None else tuple(member.slices))
 
     def stepped(self, requests: Collection[int]) -> None:
@@ -380,10 +384,7 @@ class Crew:
             self._in_flight.discard(call)  # computed another way long ago, and nothing was sent there since
             if call.stream is not None:
                 call.stream.cancel(call.id)
-        silent_since = trio.current_time() - TIMED_S
-        self._untimed = tuple(
-            channel for peer, channel in self._channels.items() if self._timed_at.get(peer, -math.inf) < silent_since
-        )
+        self._here.look()
 
     def _was_away(self, since: float, least_s: float) -> bool:
         """Whether this machine slept, or was too busy to look, for so long since then."""
@@ -394,7 +395,7 @@ class Crew:
         return away_s >= least_s
 
     def _standing_changed(self, peer: PeerId, parts: Collection[SliceId]) -> None:
-        self._tell_standing(peer, parts)
+        self._here.tell_standing(peer, parts)
         self._proven_changed(parts)
         self.trials.plan()
 
@@ -419,7 +420,7 @@ class Crew:
                 self._times.observe(peer, result.pairs, result.took_s)
             if self._observer is not None and result.measured is not None:
                 measured = result.measured
-                if peer in self._channels and measured.computed_s is not None:
+                if self._here.has_channel(peer) and measured.computed_s is not None:
                     measured = replace(measured, took_s=measured.computed_s)  # its calls go another way than its trials
                 self._observer.call_measured(measured)
             self._counts.of(peer).refusals = 0
@@ -431,121 +432,25 @@ class Crew:
         """When a trial began, and half of how long it was allowed to take."""
         return trio.current_time() - result.took_s, self._settings.deadline_ceiling_s / 2
 
-    # Workers come and go --------------------------------------------------------------------------------------
+    # Workers come and go: what attendance tells ----------------------------------------------------------------
 
-    def _tell_standing(self, peer: PeerId, parts: Collection[SliceId]) -> None:
-        member = self._members.get(peer)
-        if member is not None and self._nursery is not None:
-            self._nursery.start_soon(self._notify, member, tuple(sorted(parts)))
+    def standing_of(self, peer: PeerId, part: SliceId) -> str:
+        return str(self.ledger.standing(peer, part))
 
-    async def _notify(self, member: Member, parts: Sequence[SliceId]) -> None:
-        with trio.move_on_after(NOTICE_TIMEOUT_S):
-            for part in parts:
-                told = messages.Standing(part, str(self.ledger.standing(member.peer, part)))
-                try:
-                    await member.calls.notify(int(ExpertsMethod.STANDING), told.to_bytes())
-                except KvasirError as error:
-                    logger.debug("worker %s could not be told its standing: %s", member.peer, error)
-                    return
-
-    async def serve(self, stream: Stream) -> None:
-        """One worker's call stream, from its ATTACH to its end."""
-        member: Member | None = None
-
-        async def handle(method: int, body: memoryview) -> Sequence[bytes | memoryview]:
-            assert member is not None
-            if method == ExpertsMethod.ATTACH:
-                self._attach(member, Attachment.from_bytes(body))
-            elif method == ExpertsMethod.DETACH:
-                self._detach(member, Attachment.from_bytes(body))
-            elif method == ExpertsMethod.EXPRESS:
-                return self._invited(member)
-            else:
-                raise Misbehaved(RejectReason.UNKNOWN_METHOD, f"a worker may not call method {method} here")
-            return ()
-
-        calls = CallStream(
-            stream, handler=handle, in_flight_max=self._settings.in_flight_max, body_bytes_max=self._body_bytes_max
-        )
-        member = Member(stream.peer, calls, trio.move_on_after(math.inf))
-        previous = self._members.get(member.peer)
-        if previous is not None:  # the worker came back before we noticed that it was gone
-            self._lose(previous, "the worker connected again")
-        self._members[member.peer] = member
-        await self._serve_until_lost(member)
-
-    async def _serve_until_lost(self, member: Member) -> None:
-        reason, is_fault, wrong = "we stop serving", False, False
-        try:
-            with member.scope:
-                await member.calls.run()
-            if member.scope.cancelled_caught:  # by `_lose`; raising resets the stream, so that nothing waits for it
-                raise Unreachable(f"worker {member.peer} connected again")
-            reason, is_fault = member.calls.end_reason or "the connection ended", True
-        except Misbehaved as error:
-            reason, is_fault, wrong = str(error), True, True
-            raise
-        finally:
-            if self._members.get(member.peer) is member:
-                self._lose(member, reason, is_fault=is_fault, wrong=wrong)
-
-    def _invited(self, member: Member) -> Sequence[bytes]:
-        """An invitation to an express channel, or nothing."""
-
-        def arrived(channel: ExpressChannel) -> None:
-            if self._members.get(member.peer) is not member:
-                channel.close("the worker has gone meanwhile")
-                return
-            self._close_channel(member.peer, "another one was opened")
-            self._channels[member.peer] = channel
-            self._untimed = (*self._untimed, channel)
-            logger.info("worker %s is reached over an express channel", self._name_of(member.peer))
-
-        invitation = self._invite(member.peer, arrived) if self._settings.express else None
-        return () if invitation is None else (invitation,)
-
-    def _close_channel(self, peer: PeerId, reason: str) -> None:
-        self._timed_at.pop(peer, None)
-        channel = self._channels.pop(peer, None)
-        if channel is not None:
-            channel.close(reason)
-
-    def round_trips(self) -> Mapping[PeerId, float]:
-        """Seconds, of the newest keepalive of each attached worker whose calls go by the loop."""
-        found = {peer: self._rtt_of(peer) for peer in self._members if peer not in self._channels}
-        return {peer: rtt_s for peer, rtt_s in found.items() if rtt_s is not None}
-
-    def _attach(self, member: Member, attachment: Attachment) -> None:
-        unknown = [str(part) for part in attachment.slices if part not in self._slices]
-        if attachment.model != self._model or unknown:
-            shown = ", ".join(unknown[:3]) or str(attachment.model)
-            raise Misbehaved(RejectReason.BAD_MESSAGE, f"this coordinator does not serve {shown}")
-        mine = self._dtype
-        if attachment.dtype != mine:  # its answers would be near the truth, and yet wrong
-            raise UsageError(
-                f"experts were loaded in {attachment.dtype}, this coordinator computes in {mine}; take a new lease"
-            )
-        for part in attachment.slices:
-            member.slices.add(part)
-            self.ledger.attach(member.peer, part)
-        logger.info("worker %s attached with %s", self._name_of(member.peer), ", ".join(map(str, attachment.slices)))
-        self._standing_changed(member.peer, attachment.slices)
-
-    def _detach(self, member: Member, attachment: Attachment) -> None:
-        """An orderly leave: routes change first, then the worker may finish what is in flight."""
-        parts = member.slices.intersection(attachment.slices)
-        member.slices -= parts
+    def attached(self, peer: PeerId, parts: Sequence[SliceId]) -> None:
         for part in parts:
-            self.ledger.detach(member.peer, part)
+            self.ledger.attach(peer, part)
+        self._standing_changed(peer, parts)
+
+    def detached(self, peer: PeerId, parts: Collection[SliceId]) -> None:
+        for part in parts:
+            self.ledger.detach(peer, part)
         self._proven_changed(parts)
         self.trials.plan()
 
-    def _lose(self, member: Member, reason: str, *, is_fault: bool = True, wrong: bool = False) -> None:
+    def lost(self, member: Member, reason: str, *, is_fault: bool, wrong: bool) -> None:
         """A stream ended. Proven slices that were not detached first left without a word, which is a fault."""
         peer = member.peer
-        del self._members[peer]
-        member.scope.cancel()
-        self._close_channel(peer, "the worker's call stream ended")
         failed = [part for part in member.slices if self.ledger.standing(peer, part) is Standing.PROVEN or wrong]
         if is_fault and failed and not wrong:
             is_fault = not self._was_away(trio.current_time() - AWAY_GRACE_S, AWAY_S)
@@ -554,13 +459,10 @@ class Crew:
             for part in failed:
                 self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
             self._counts.warn(peer, "left without draining: %s", reason)
-        for part in member.slices:
-            self.ledger.detach(peer, part)
         with self._times_lock:
             self._times.forget(peer)
             self._slow_since = {key: since for key, since in self._slow_since.items() if key[0] != peer}
-        self._proven_changed(member.slices)
-        self.trials.plan()
+        self.detached(peer, member.slices)
 
     def snapshot(self) -> tuple[WorkerPeerSnapshot, ...]:
         """Workers that are attached or have a history, the most telling standing first, as many as can be shown."""
@@ -568,11 +470,11 @@ class Crew:
         for view in self.ledger.pairs():
             by_peer.setdefault(view.peer, []).append(view.standing)
         best = {peer: min(map(TELLING_FIRST.index, standings)) for peer, standings in by_peer.items()}
-        shown = sorted(best, key=lambda peer: (best[peer], peer not in self._members, self._name_of(peer)))
+        shown = sorted(best, key=lambda peer: (best[peer], self._here.member(peer) is None, self._name_of(peer)))
         return tuple(self._snapshot_of(peer, TELLING_FIRST[best[peer]]) for peer in shown[:SHOWN_MAX])
 
     def _snapshot_of(self, peer: PeerId, standing: Standing) -> WorkerPeerSnapshot:
-        member, counts = self._members.get(peer), self._counts.seen(peer)
+        member, counts = self._here.member(peer), self._counts.seen(peer)
         with self._times_lock:
             expected_s = self._times.expected_s(peer)
         return WorkerPeerSnapshot(

@@ -96,11 +96,12 @@ def test_what_a_hub_says_unasked_is_news_to_other_hubs_alone():
 
 
 def test_a_coordinator_opens_nothing_and_asks_a_worker_for_sums_alone():
-    for module in ("coordinator.py", "crew.py", "dispatch.py"):
+    for module in ("coordinator.py", "crew.py", "attendance.py", "dispatch.py"):
         assert not {name_of(call) for call in calls_in(module)} & {"open_stream", "connect", "one_call"}
     asked = {
         node.attr
-        for call in calls_in("crew.py")
+        for module in ("crew.py", "attendance.py")
+        for call in calls_in(module)
         if name_of(call) in CALLS
         for argument in call.args
         for node in ast.walk(argument)

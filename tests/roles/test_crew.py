@@ -240,8 +240,8 @@ async def test_law_3_a_right_answer_after_the_worker_left_proves_nothing(autojum
     sums = loop.own.sums
 
     def leave_first(request):
-        member = loop.crew._members[worker.peer]
-        loop.crew._lose(member, "gone", is_fault=False)
+        member = loop.crew._here.member(worker.peer)
+        loop.crew._here.lose(member, "gone", is_fault=False)
         return sums(request)
 
     loop.crew.trials._own_sums = leave_first
@@ -353,7 +353,7 @@ async def test_law_5_silence_is_one_failure_of_all_slices_and_the_call_is_taken_
     assert (seen(loop).failures, worker.answering) == (1, 1)
     await trio.sleep(2.1)
     assert worker.answering == 0
-    assert loop.crew._members[worker.peer].calls.in_flight == 0
+    assert loop.crew._here.member(worker.peer).calls.in_flight == 0
 
 
 async def test_law_8_a_call_that_we_were_too_slow_to_send_is_nobodys_fault(autojump_clock, loop, worker):

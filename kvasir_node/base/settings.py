@@ -43,6 +43,7 @@ class NetworkSettings:
     allow: tuple[str, ...] = ()  # peer ids: no others are let in, whatever ticket they have; empty = all are
     refuse: tuple[str, ...] = ()  # peer ids that are not let in, whatever ticket they have
     mdns: bool = True  # hubs on the local network are found; a hub says there that it is one, and of which swarm
+    upnp: str = "auto"  # auto | off: a home router is asked to let connections in, while others cannot reach this node
     old_secret_s: float = 7 * 24 * 60 * MINUTES  # how long a secret still counts that another one has replaced
     connect_timeout_s: float = 4 * SECONDS  # one address of one peer
     keepalive_interval_s: float = 2 * SECONDS  # a ping on a connection that was silent this long
@@ -163,6 +164,12 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PhoneSettings:
+    listen: str = ""  # HOST:PORT that serves the page for phones, and nothing else; empty = only the API's port does
+    code_s: float = 10 * MINUTES  # a code that lets one page join serves this long
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     level: str = "info"  # debug | info | warning | error
     format: str = "auto"  # auto | console | json
@@ -181,6 +188,7 @@ class Settings:
     worker: WorkerSettings = WorkerSettings()
     compute: ComputeSettings = ComputeSettings()
     store: StoreSettings = StoreSettings()
+    phone: PhoneSettings = PhoneSettings()
     log: LogSettings = LogSettings()
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -210,6 +218,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "fanout.when": ("saturated", "always", "forced"),
     "fanout.verify": ("sample", "double"),
     "fanout.wire": ("compute", "bfloat16", "int8"),
+    "network.upnp": ("auto", "off"),
     "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
 }

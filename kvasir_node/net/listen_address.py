@@ -24,4 +24,22 @@ def parse_listen_address(text: str) -> tuple[str, int]:
 
 def is_loopback(text: str) -> bool:
     """Whether nobody but this machine can reach a listen address; raises UsageError for what is none."""
-    return ip_address(parse_listen_address(text)[0]).is_loopback
+    parse_listen_address(text)
+    return host_is_loopback(text)
+
+
+def ws_address(text: str) -> str | None:
+    """The multiaddr at which a web page reaches the same listener: each of ours takes WebSockets on its TCP port.
+
+    `text` may end in /p2p/PEER, which stays. None for what no page can dial, such as an address through a relay.
+    """
+    head, p2p, peer = text.partition("/p2p/")
+    parts = head.removesuffix("/ws").split("/")
+    if len(parts) != 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or "/" in peer:
+        return None
+    return f"{'/'.join(parts)}/ws{p2p}{peer}"
+
+
+def host_is_loopback(text: str) -> bool:
+    """Whether a multiaddr that begins with an IP is of this machine alone."""
+    return ip_address(text.split("/")[2]).is_loopback

@@ -75,3 +75,16 @@ async def connect_from(source: Bound, host: str, port: int) -> trio.SocketStream
 
 def _is_about_source(error: OSError) -> bool:
     return error.errno in _SOURCE_ERRORS
+
+
+def outward_host() -> str:
+    """This machine's IPv4 address on the network through which it reaches others; 127.0.0.1 when there is none.
+
+    Sends nothing: the kernel is asked which address it would use.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+        except OSError:
+            return "127.0.0.1"
+        return str(sock.getsockname()[0])

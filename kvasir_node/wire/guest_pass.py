@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from enum import StrEnum
 
 from kvasir_node.base.errors import Misbehaved, RejectReason, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.decide.pairing import PairRefusal
 from kvasir_node.wire.armour import read_line, write_line
 from kvasir_node.wire.codec import Fields, decode, encode
 from kvasir_node.wire.readers import NAME_CHARS_MAX, read_address, read_peer
@@ -29,16 +29,6 @@ ASK_BYTES_MAX = 512
 ANSWER_BYTES_MAX = 4096
 LINK_ADDRESSES_MAX = 4  # more would make the code for a camera too fine
 PASS_ADDRESSES_MAX = 8
-
-
-class PairRefusal(StrEnum):
-    """Why a page gets no pass."""
-
-    WRONG = "wrong"  # no such code, or one of long ago
-    EXPIRED = "expired"
-    USED = "used"  # by another peer
-    TOO_MANY = "too_many"  # wrong codes came from there; wait a minute
-    UNWANTED = "unwanted"  # the node's settings refuse this peer
 
 
 def guest_key(entry: bytes, peer: PeerId) -> bytes:

@@ -150,6 +150,41 @@ class NetSnapshot:
     carried: int = 0  # connections of others that this hub carries now
 
 
+    upnp: str = "off"  # off | unused (nobody needs it) | failed | mapped: whether the router lets connections in
+    upnp_says: str = ""  # the outside address that was mapped, or why none is
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request under way. Token counts are of all its choices."""
+
+    request: int  # its number in this node's log
+    state: str  # queued | prefill | decode
+    prompt_tokens: int
+    answer_tokens: int
+    choices: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsSnapshot:
+    running: tuple[RequestSnapshot, ...] = ()
+    recent: tuple[RequestEnded, ...] = ()  # the latest first
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayerSnapshot:
+    """The experts of one layer, each by its place in the three columns.
+
+    `use`: how much it was used lately, 100 = the most used of the whole model. `where` its rows are computed now:
+    h = here, from memory; m = here, from the checkpoint's files; w = by a proven worker; . = nowhere before it is
+    fetched. `copies`: proven workers that have it.
+    """
+
+    layer: int
+    use: tuple[int, ...]
+    where: str
+    copies: tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
     version: str

@@ -41,6 +41,10 @@ def is_lan(host: str) -> bool:
     return any(address.version == network.version and address in network for network in _LAN)
 
 
+def is_loopback_ip(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
 def host_of(address: str) -> str:
     """The IP or name of a multiaddr; empty when it begins otherwise."""
     parts = address.split("/")
@@ -152,6 +156,12 @@ class Reach:
         """Where hubs have reached us that had no connection there."""
         return tuple(dict.fromkeys(address for seen in self._seen.values() for address in seen.reached))
 
+    def wants_mapping(self, *, is_hub: bool) -> bool:
+        """Whether the router should be asked to let connections in: others cannot reach us, or, for a hub that must be
+        reached, nobody could try yet."""
+        reachability = self.reachability
+        return reachability is Reachability.PRIVATE or (is_hub and reachability is Reachability.UNKNOWN)
+
     # --- what to do ---
 
     def step(self, scene: Scene, now: float) -> list[Command]:
@@ -204,6 +214,11 @@ class Reach:
         return due
 
     # --- how it went ---
+
+    def moved(self, now: float) -> None:
+        """Something changed about how we are reached: all hubs are asked again."""
+        for patience in self._probes.values():
+            patience.at = min(patience.at, now)
 
     def probed(self, hub: PeerId, seen: Seen | None, now: float) -> None:
         """None: the hub did not answer."""

@@ -506,6 +506,8 @@ class Node:
             relays=reaching.relays if reaching is not None else (),
             carried=reaching.carried if reaching is not None else 0,
         )
+            upnp=reaching.upnp[0] if reaching is not None else "off",
+            upnp_says=reaching.upnp[1] if reaching is not None else "",
 
 
 def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:

@@ -7,6 +7,7 @@ are made, wired to membership, and started when the machine says so. Strangers g
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 
 import trio
@@ -26,6 +27,7 @@ from kvasir_node.decide.reach import (
     advertised,
     host_of,
     is_lan,
+    is_loopback_ip,
 )
 from kvasir_node.net import punch, reach_probe
 from kvasir_node.net.circuit import RELAY_PROTOCOL, Circuits
@@ -33,6 +35,8 @@ from kvasir_node.net.hello import MemberJoined, Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport
 from kvasir_node.net.reach_probe import Own, ReachProbe
 from kvasir_node.net.relay import Relay
+from kvasir_node.net.upnp import SSDP_GROUP
+from kvasir_node.roles.port_mapping import Mapping, PortMapping
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +56,9 @@ class Reaching:
         *,
         is_hub: bool,
         moved: Callable[[], None] = lambda: None,
+        group: tuple[str, int] = SSDP_GROUP,
     ) -> None:
-        """`moved` is called when others should be told new addresses of ours."""
+        """`moved` is called when others should be told new addresses of ours; routers are searched for at `group`."""
         self._transport = transport
         self._hubs = hubs
         self._moved = moved
@@ -74,6 +79,28 @@ class Reaching:
         self.relay = Relay(transport, settings) if is_hub and settings.relay else None
         if self.relay is not None:
             transport.set_handler(RELAY_PROTOCOL, membership.guard(self.relay.serve))
+        self._is_hub = is_hub
+        self._router = self._port_mapping(group) if settings.upnp == "auto" else None
+
+    def _port_mapping(self, group: tuple[str, int]) -> PortMapping | None:
+        """None where no port is open to other machines over IPv4, so that there is none to be mapped."""
+        bound = [(host, port) for host, port in self._transport.bound() if ":" not in host and not is_loopback_ip(host)]
+        if not bound:
+            return None
+        port, rng = bound[0][1], random.Random(self._transport.peer_id)
+        return PortMapping(port, self._lan_hosts, self._wants_mapping, self._mapping_changed, rng, group)
+
+    def _lan_hosts(self) -> list[str]:
+        hosts = {host_of(each) for each in self._transport.listening()}
+        return sorted(host for host in hosts if ":" not in host and is_lan(host) and not is_loopback_ip(host))
+
+    def _wants_mapping(self) -> bool:
+        return self._mind.wants_mapping(is_hub=self._is_hub)
+
+    def _mapping_changed(self) -> None:
+        self._mind.moved(trio.current_time())
+        self._changed.set()
+        self._moved()
 
     # --- for the status ---
 
@@ -93,12 +120,23 @@ class Reaching:
     def carried(self) -> int:
         return self.relay.circuits if self.relay is not None else 0
 
+    @property
+    def upnp(self) -> tuple[str, str]:
+        """NetSnapshot's `upnp` and `upnp_says`."""
+        if self._router is None:
+            return "off", ""
+        if (mapping := self._router.mapping) is not None:
+            return "mapped", f"{mapping.host} port {mapping.port}"
+        return ("failed" if self._router.problem else "unused"), self._router.problem
+
     # --- driving ---
 
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wake_on_changes)
+            if self._router is not None:
+                nursery.start_soon(self._router.run)
             while True:
                 self._changed = trio.Event()
                 for command in self._mind.step(self._scene(), trio.current_time()):
@@ -182,10 +220,17 @@ class Reaching:
         await self._membership.require(peer, MEMBER_TIMEOUT_S)
 
     def _own(self, peer: PeerId) -> Own:
+        """To a hub outside our network the port that the router lets in, if there is one, is the listener's."""
         address, _, from_listen_port = self._transport.way_to(peer) or ("", False, False)
         is_ipv6 = address.startswith("/ip6/")
+        mapping = self._mapping()
+        if mapping is not None and not is_ipv6 and address and not is_lan(host_of(address)):
+            return Own(mapping.port, from_listen_port)
         ports = [port for host, port in self._transport.bound() if (":" in host) == is_ipv6]
         return Own(ports[0] if ports else 0, from_listen_port)
+
+    def _mapping(self) -> Mapping | None:
+        return None if self._router is None else self._router.mapping
 
     def _seen_at(self, peer: PeerId) -> str:
         way = self._transport.way_to(peer)
@@ -199,7 +244,12 @@ class Reaching:
 
     def _advertised(self, listening: Sequence[str]) -> tuple[str, ...]:
         circuits = [f"{self._address_of(relay)}/p2p/{relay}/p2p-circuit" for relay in self._circuits.relays]
-        return advertised(listening, self._mind.reached(), circuits)
+        told = advertised(listening, self._mind.reached(), circuits)
+        mapping = self._mapping()
+        if mapping is None or self._mind.reachability is not Reachability.UNKNOWN:
+            return told
+        # A hub that no other one can try: without this its ticket would be worth nothing outside.
+        return (*told, f"/ip4/{mapping.host}/tcp/{mapping.port}")
 
     def _address_of(self, relay: PeerId) -> str:
         """Where we dialled it; empty when it dialled us, for then its address is not one to dial."""

@@ -75,6 +75,22 @@ def test_hosts_and_ports_are_read_from_addresses():
     assert host_of("") == ""
 
 
+def test_the_router_is_asked_to_let_connections_in_where_others_cannot_reach_us():
+    unknown = Reach(2)
+    assert unknown.wants_mapping(is_hub=True)  # nobody else could try, and it must be reached
+    assert not unknown.wants_mapping(is_hub=False)
+    for reached, wanted in (((), True), ((INSIDE,), False), ((OUTSIDE,), False)):
+        reach, _ = told(seen(HUBS[0], INSIDE if INSIDE in reached else OUTSIDE, reached=reached))
+        assert reach.wants_mapping(is_hub=True) is reach.wants_mapping(is_hub=False) is wanted
+
+
+def test_all_hubs_are_asked_again_at_once_when_something_changed_about_how_we_are_reached():
+    reach, scene = told(seen(HUBS[0]), seen(HUBS[1]))
+    assert not [each for each in reach.step(scene, 1.0) if isinstance(each, Probe)]
+    reach.moved(2.0)
+    assert [each for each in reach.step(scene, 2.0) if isinstance(each, Probe)] == [Probe(HUBS[0]), Probe(HUBS[1])]
+
+
 def test_one_hub_that_cannot_reach_us_makes_us_private():
     reach, _ = told(seen(HUBS[0], INSIDE, reached=(INSIDE,)))
     assert reach.reachability is Reachability.LAN

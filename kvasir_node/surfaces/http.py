@@ -37,6 +37,7 @@ from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.exchange import Exchange
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
+from kvasir_node.surfaces.page_routes import is_of_page, page_routes
 from kvasir_node.surfaces.ports import AnswerEvents, LifePort, ModelCard, NodePort
 from kvasir_node.surfaces.pull_answer import PullAnswer
 from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
@@ -77,6 +78,7 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
             Route("/kvasir/v1/drain", api.drain, methods=["POST"]),
             Route("/kvasir/v1/stop", api.stop, methods=["POST"]),
             Route("/kvasir/v1/restart", api.restart, methods=["POST"]),
+            *page_routes(),
         ],
         exception_handlers={
             KvasirError: _on_kvasir_error,
@@ -111,7 +113,7 @@ class _Api:
         return JSONResponse(document, 200 if document["status"] == "ok" else 503)
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(self.node.snapshot().to_json())
+        return JSONResponse(views.status_document(self.node.snapshot()))
 
     async def peers(self, request: Request) -> Response:
         return JSONResponse(views.peers_document(self.node.snapshot()))
@@ -358,7 +360,8 @@ class _Guard:
         if self._loopback and not _is_local_request(request):
             message = "only pages and programs of this machine may ask: Host and Origin must be loopback names"
             return JSONResponse(error_document(403, message, code="host_not_allowed"), 403)
-        if self._key and request.url.path not in ("/health", "/v1/health") and not self._has_key(request):
+        is_open = request.url.path in ("/health", "/v1/health") or is_of_page(request.url.path)
+        if self._key and not is_open and not self._has_key(request):
             message = "a key is needed: send it as Authorization: Bearer KEY"
             return JSONResponse(error_document(401, message), 401, {"www-authenticate": "Bearer"})
         if self._running > REQUESTS_MAX:

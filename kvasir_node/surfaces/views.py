@@ -6,10 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from kvasir_node.base.snapshot import NodeSnapshot
+from kvasir_node.surfaces.verdict import verdict_of
 
 PEERS_SCHEMA = "kvasir.peers/1"
 DEMAND_SCHEMA = "kvasir.demand/1"
 HEALTH_SCHEMA = "kvasir.health/1"
+
+
+def status_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """With the verdict as `headline`: what a person reads first."""
+    return {**snapshot.to_json(), "headline": verdict_of(snapshot, None).to_json()}
 
 
 def peers_document(snapshot: NodeSnapshot) -> dict[str, Any]:

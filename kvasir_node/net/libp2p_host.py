@@ -227,6 +227,12 @@ class Libp2pTransport(INotifee):
         _, address = parse_addresses([f"{dialled[-1].address}/p2p/{peer}"])
         return await self._door.enter(peer, address[0].host, address[0].port, invitation)
 
+    async def ping(self, peer: PeerId) -> float:
+        live = self._table.preferred(peer)
+        if live is None:
+            raise Unreachable(f"not connected to {peer}")
+        return await live.muxed.ping()
+
     async def disconnect(self, peer: PeerId) -> None:
         self._door.close("disconnected by us", peer)
         async with trio.open_nursery() as nursery:

@@ -290,6 +290,15 @@ class MemoryTransport:
         await trio.lowlevel.checkpoint()
         raise Unreachable(f"no express channel to {peer}: there are none in memory")
 
+    async def ping(self, peer: PeerId) -> float:
+        asked_at = trio.current_time()
+        await trio.sleep(2 * self.network.link(self._peer_id, peer).latency_s)
+        while peer in self._connections and self.network.link(self._peer_id, peer).is_cut:
+            await self.network.links_changed.park()
+        if peer not in self._connections:
+            raise Unreachable(f"the connection to {peer} ended")
+        return trio.current_time() - asked_at
+
     async def disconnect(self, peer: PeerId) -> None:
         await trio.lowlevel.checkpoint()
         other = self.network.find(peer)
@@ -300,6 +309,7 @@ class MemoryTransport:
     def lost(self, other: MemoryTransport, reason: str) -> None:
         if self._connections.pop(other.peer_id, None) is None:
             return
+        self.network.links_changed.unpark_all()
         for stream in [each for each in self.streams if each.peer == other.peer_id]:
             stream.cut(f"the connection to {other.peer_id} ended: {reason}")
         self._events.publish(PeerLost(other.peer_id, reason))

@@ -52,6 +52,8 @@ LEAST_BYTES = 16 * 1024  # of each batch, for streams that others go before
 CONTROL_FRAMES_MAX = 4096  # unsent answers to the peer; more means it asks and never reads
 CLOSE_FLUSH_S = 0.5  # how long a closing connection tries to send what it still holds
 FIRST_PINGS, FIRST_PINGS_INTERVAL_S = 4, 0.05  # a connection's very first round trip measures its set-up
+PING_VALUES = 2**31  # of the keepalive; those of other pings are as many, above
+OWN_STALL_S = 0.5  # a deadline that is noticed later than this was missed by us
 FINISHED_LINGER_S = 30.0  # how long a stream that we finished may wait for the peer to finish it too
 
 _log = logging.getLogger(__name__)
@@ -92,6 +94,8 @@ class YamuxConnection(IMuxedConn):
         self._ended = trio.Event()
         self._scope: trio.CancelScope | None = None
         self._ping_value = 0
+        self._asked: dict[int, trio.Event] = {}  # pings beside the keepalive, by their value
+        self._asks = 0
         self._ping_sent_at = 0.0
         self._finished_at: dict[int, float] = {}
 
@@ -142,6 +146,8 @@ class YamuxConnection(IMuxedConn):
             stream.fail(f"the connection to {self.peer_id} ended: {reason}", keep_received=True)
         self._streams.clear()
         self._quiet_lot.unpark_all()
+        for answered in self._asked.values():
+            answered.set()
         self._finished_at.clear()
         self._accepted_in.close()
         if self._scope is not None:
@@ -431,18 +437,41 @@ class YamuxConnection(IMuxedConn):
         elif frame.length == self._ping_value:
             self.rtt_s = trio.current_time() - self._ping_sent_at
             self.min_rtt_s = min(self.min_rtt_s, self.rtt_s)
+        elif frame.length in self._asked:
+            self._asked[frame.length].set()
+
+    async def ping(self) -> float:
+        """Seconds there and back, now. Raises Unreachable when the connection ends before it is answered.
+
+        Cancel-safety: a cancelled call leaves nothing.
+        """
+        self._asks += 1
+        value = PING_VALUES + self._asks % PING_VALUES
+        answered = self._asked[value] = trio.Event()
+        asked_at = trio.current_time()
+        try:
+            if self.end_reason is None:
+                self.queue_control(pack(FrameType.PING, Flag.SYN, 0, value))
+                await answered.wait()
+        finally:
+            del self._asked[value]
+        if self.end_reason is not None:
+            raise Unreachable(f"the connection to {self.peer_id} ended: {self.end_reason}")
+        return trio.current_time() - asked_at
 
     async def _keepalive_loop(self) -> None:
         """Any byte from the peer counts as life; the longest unnoticed silence is interval + timeout."""
         interval_s = self._settings.keepalive_interval_s
         while True:
-            self._ping_value = (self._ping_value + 1) % 2**32
+            self._ping_value = (self._ping_value + 1) % PING_VALUES
             self._ping_sent_at = trio.current_time()
             self._heard = trio.Event()
             self.queue_control(pack(FrameType.PING, Flag.SYN, 0, self._ping_value))
             with trio.move_on_after(self._settings.keepalive_timeout_s) as waiting:
                 await self._heard.wait()
             if waiting.cancelled_caught:
+                if trio.current_time() - waiting.deadline >= OWN_STALL_S:
+                    continue  # it was this process that slept or was stopped: what came meanwhile is not read yet
                 raise Unreachable(f"nothing heard for {self._settings.keepalive_timeout_s:g} s after a ping")
             early = self._ping_value < FIRST_PINGS
             await trio.sleep(min(interval_s, FIRST_PINGS_INTERVAL_S) if early else interval_s)

@@ -143,6 +143,13 @@ class Transport(Protocol):
         """
         ...
 
+    async def ping(self, peer: PeerId) -> float:
+        """Seconds there and back, now, over the connection that new streams would take; waits as long as that lasts.
+
+        Raises Unreachable when not connected, or when the connection ends first. Cancel-safety: nothing is left.
+        """
+        ...
+
     async def disconnect(self, peer: PeerId) -> None: ...
 
     def watch(self) -> trio.MemoryReceiveChannel[PeerConnected | PeerLost]:

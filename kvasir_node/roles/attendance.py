@@ -41,8 +41,8 @@ class Owner(Protocol):
         """An orderly leave: nothing more may be sent for these slices when this returns."""
         ...
 
-    def lost(self, member: Member, reason: str, *, is_fault: bool, wrong: bool) -> None:
-        """Its stream ended; `wrong` = because of what it sent."""
+    def lost(self, member: Member, reason: str, *, by_us: bool, wrong: bool) -> None:
+        """Its stream ended; `wrong` = because of what it sent, `by_us` = because we stop."""
         ...
 
     def standing_of(self, peer: PeerId, part: SliceId) -> str: ...
@@ -125,26 +125,26 @@ class Attendance:
         await self._serve_until_lost(member)
 
     async def _serve_until_lost(self, member: Member) -> None:
-        reason, is_fault, wrong = "we stop serving", False, False
+        reason, by_us, wrong = "we stop serving", True, False
         try:
             with member.scope:
                 await member.calls.run()
             if member.scope.cancelled_caught:  # by `lose`; raising resets the stream, so that nothing waits for it
                 raise Unreachable(f"worker {member.peer} connected again")
-            reason, is_fault = member.calls.end_reason or "the connection ended", True
+            reason, by_us = member.calls.end_reason or "the connection ended", False
         except Misbehaved as error:
-            reason, is_fault, wrong = str(error), True, True
+            reason, by_us, wrong = str(error), False, True
             raise
         finally:
             if self._members.get(member.peer) is member:
-                self.lose(member, reason, is_fault=is_fault, wrong=wrong)
+                self.lose(member, reason, by_us=by_us, wrong=wrong)
 
-    def lose(self, member: Member, reason: str, *, is_fault: bool = True, wrong: bool = False) -> None:
+    def lose(self, member: Member, reason: str, *, by_us: bool = False, wrong: bool = False) -> None:
         """A member is one no more; its stream is ended if it has not."""
         del self._members[member.peer]
         member.scope.cancel()
         self._close_channel(member.peer, "the worker's call stream ended")
-        self._owner.lost(member, reason, is_fault=is_fault, wrong=wrong)
+        self._owner.lost(member, reason, by_us=by_us, wrong=wrong)
 
     def _attach(self, member: Member, attachment: Attachment) -> None:
         unknown = [str(part) for part in attachment.slices if part not in self._slices]

@@ -31,8 +31,9 @@ from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
 from kvasir_node.model.trunk import Trunk, load_trunk
+from kvasir_node.roles.attendance import Invite
 from kvasir_node.roles.costing import Costing
-from kvasir_node.roles.crew import Crew, Invite
+from kvasir_node.roles.crew import Crew, Ping, answers_at_once
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.ledger_file import LedgerFile
@@ -60,7 +61,7 @@ SendDemand = Callable[[DemandRecord], Awaitable[None]]
 
 class Coordinator:
     """See the module. `run` it inside the node's nursery. `missing` brings experts that are not on this machine;
-    `invite` and `rtt_of` are of the transport: express channels to workers, and how far away they are;
+    `invite`, `rtt_of` and `ping` are of the transport: express channels to workers, how far away they are, and whether;
     `pace` makes it an emulated device; at `ledger_path` is kept which workers failed (None = it is forgotten)."""
 
     def __init__(
@@ -73,6 +74,7 @@ class Coordinator:
         address_of: Callable[[PeerId], str],
         invite: Invite = lambda peer, arrived: None,
         rtt_of: Callable[[PeerId], float | None] = lambda peer: None,
+        ping: Ping = answers_at_once,
         pace: Pace | None = None,
         ledger_path: Path | None = None,
     ) -> None:
@@ -114,6 +116,7 @@ class Coordinator:
             body_bytes_max=settings.network.frame_bytes_max,
             invite=invite,
             rtt_of=rtt_of,
+            ping=ping,
             observer=self._costing,
         )
         self._ledger_file = None if ledger_path is None else LedgerFile(ledger_path, manifest.model)
@@ -302,7 +305,7 @@ class Coordinator:
 
     def _proven(self) -> Sequence[tuple[PeerId, SliceId]]:
         """Who may carry load."""
-        return self.crew.ledger.proven() if self._settings.fanout.enabled else ()
+        return self.crew.proven() if self._settings.fanout.enabled else ()
 
     def _load(self) -> Load:
         admission, enabled = self.desk.admission, self._settings.fanout.enabled

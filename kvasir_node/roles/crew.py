@@ -5,8 +5,9 @@ what roles/remote_call.py names, which only leaves notes for the loop or looks u
 judgement is `decide/ledger` and `decide/call_times`; trials are carried out by roles/trials.py, and how workers come
 and go is roles/attendance.py.
 
-One fault is blamed once: a stream that ends is judged when it ends, however many calls it cuts off; silence is judged
-for all of a peer's slices together. What failed while this machine itself was away is blamed on nobody.
+One fault is blamed once: silence is judged for all of a peer's slices together, and only once its connection has said
+whether the worker is there at all (`decide/absences`). A connection that ends is nobody's fault, and proof outlives it.
+What failed while this machine itself was away is blamed on nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvasir_node.base.errors import (
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.base.snapshot import WorkerPeerSnapshot
+from kvasir_node.decide.absences import AbsenceLimits, Absences
 from kvasir_node.decide.call_times import CallLimits, CallTimes, DeadlineLimits
 from kvasir_node.decide.ledger import TELLING_FIRST, Ledger, LedgerLimits, Standing
 from kvasir_node.decide.stalls import LOOK_INTERVAL_S, OwnStalls
@@ -57,8 +59,14 @@ SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again 
 ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back by a channel, so often, to find out how far it
 # reaches; the least of each counts, because whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
-AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not lost by its own fault
-AWAY_GRACE_S = 10.0
+Ping = Callable[[PeerId], Awaitable[float]]
+"""See `Transport.ping`."""
+
+
+async def answers_at_once(peer: PeerId) -> float:
+    """A Ping where there is no network: whoever is silent is so by its own fault."""
+    await trio.lowlevel.checkpoint()
+    return 0.0
 
 
 class Crew:
@@ -80,6 +88,7 @@ class Crew:
         body_bytes_max: int,
         invite: Invite = lambda peer, arrived: None,
         rtt_of: Callable[[PeerId], float | None] = lambda peer: None,
+        ping: Ping = answers_at_once,
         observer: Observer | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
@@ -89,6 +98,9 @@ class Crew:
         self._wall_clock = wall_clock
         self._stalls = OwnStalls()
         self._settings = settings
+        self._absences = Absences(AbsenceLimits(settings.cool_off_s, settings.cool_off_max_s))
+        self._ping = ping
+        self._rtt_of = rtt_of
         self._changed = changed
         self._name_of = name_of
         self._observer = observer
@@ -146,6 +158,11 @@ class Crew:
     def members(self) -> Collection[Member]:
         """Who is attached now."""
         return self._here.members()
+
+    def proven(self) -> tuple[tuple[PeerId, SliceId], ...]:
+        """Who may carry load now: proven, attached and not away."""
+        now = trio.current_time()
+        return tuple(pair for pair in self.ledger.proven() if not self._absences.is_away(pair[0], now))
 
     async def serve(self, stream: Stream) -> None:
         """One worker's call stream, from its ATTACH to its end."""
@@ -314,7 +331,10 @@ class Crew:
         if wrong:
             self._catch(call.peer, error)
         elif not self._was_away(self._on_loop(call.sent_at), call.limits.deadline_s / 2):
-            self._judge(call.peer, parts, error, wrong=False, stream=call.stream)
+            if isinstance(error, CallTimeout):
+                self._was_late(call.peer, parts, error, self._on_loop(call.sent_at))
+            else:
+                self._judge(call.peer, parts, error, wrong=False, stream=call.stream)
 
     def _on_loop(self, monotonic: float) -> float:
         """A time of the computing threads' clock, on the loop's."""
@@ -326,6 +346,30 @@ class Crew:
         self._in_flight.discard(call)
         if call.stream is not None:
             call.stream.cancel(call.id)
+
+    def _was_late(self, peer: PeerId, parts: Collection[SliceId], error: CallTimeout, sent_at: float) -> None:
+        """Whether that was the worker's fault its connection tells; nothing is sent there meanwhile."""
+        member = self._here.member(peer)
+        if member is not None and self._nursery is not None and self._absences.late(peer, sent_at):
+            self._proven_changed(member.slices)
+            self._nursery.start_soon(self._ask_connection, member, parts, error)
+
+    async def _ask_connection(self, member: Member, parts: Collection[SliceId], error: CallTimeout) -> None:
+        peer = member.peer
+        try:
+            took_s = await self._ping(peer)
+        except Unreachable as lost:
+            self._absences.lost(peer, trio.current_time())
+            self._counts.excuse(peer, f"was out of reach: {lost}")
+            self._proven_changed(member.slices)
+            return
+        if self._here.member(peer) is not member:
+            return  # `lost` has judged
+        if self._absences.answered(peer, took_s, self._rtt_of(peer) or 0.0, trio.current_time()):
+            self._judge(peer, parts, error, wrong=False, stream=member.calls)
+            return
+        self._counts.excuse(peer, f"was out of reach for {took_s:.1f} s")
+        self._proven_changed(member.slices)
 
     def _judge(
         self,
@@ -339,7 +383,7 @@ class Crew:
         """Demerits a peer for its own faults only: one that is full, or refuses what we sent, is not to blame."""
         counts = self._counts.of(peer)
         if isinstance(error, Unreachable) and (stream is None or stream.end_reason is not None):
-            return  # the end of the stream is judged once, by `_lose`
+            return  # the end of a stream is `lost`'s to judge
         if not wrong and isinstance(error, (Overloaded, CapacityError, UsageError, Misbehaved)):
             counts.refusals += 1
             if counts.refusals < REFUSALS_MAX:
@@ -385,6 +429,10 @@ class Crew:
             if call.stream is not None:
                 call.stream.cancel(call.id)
         self._here.look()
+        for peer in self._absences.rested(trio.current_time()):
+            member = self._here.member(peer)
+            if member is not None:
+                self._proven_changed(member.slices)
 
     def _was_away(self, since: float, least_s: float) -> bool:
         """Whether this machine slept, or was too busy to look, for so long since then."""
@@ -401,7 +449,7 @@ class Crew:
 
     def _proven_changed(self, parts: Collection[SliceId]) -> None:
         able: dict[int, dict[PeerId, frozenset[int]]] = {}
-        for peer, part in self.ledger.proven():
+        for peer, part in self.proven():
             layer = able.setdefault(part.layer, {})
             layer[peer] = layer.get(peer, frozenset()).union(range(part.first, part.last + 1))
         self._able = able
@@ -411,7 +459,9 @@ class Crew:
         peer, part, error = result.member.peer, result.slice, result.error
         if error is not None:
             self.ledger.give_up_trial(peer, part)
-            if result.is_checked and (result.wrong or not self._was_away(*self._span_of(result))):
+            if isinstance(error, CallTimeout) and not self._was_away(*self._span_of(result)):
+                self._was_late(peer, (part,), error, trio.current_time() - result.took_s)
+            elif result.is_checked and (result.wrong or not self._was_away(*self._span_of(result))):
                 self._judge(peer, (part,), error, wrong=result.wrong, stream=result.member.calls)
             elif not result.is_checked:
                 logger.warning("%s", error)
@@ -448,17 +498,17 @@ class Crew:
         self._proven_changed(parts)
         self.trials.plan()
 
-    def lost(self, member: Member, reason: str, *, is_fault: bool, wrong: bool) -> None:
-        """A stream ended. Proven slices that were not detached first left without a word, which is a fault."""
+    def lost(self, member: Member, reason: str, *, by_us: bool, wrong: bool) -> None:
+        """A stream ended; unless by what the worker sent, that is an absence, which its proof outlives."""
         peer = member.peer
-        failed = [part for part in member.slices if self.ledger.standing(peer, part) is Standing.PROVEN or wrong]
-        if is_fault and failed and not wrong:
-            is_fault = not self._was_away(trio.current_time() - AWAY_GRACE_S, AWAY_S)
-        if is_fault and failed:
-            counts = self._counts.fault(peer, f"left without draining: {reason}")
-            for part in failed:
-                self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=wrong)
-            self._counts.warn(peer, "left without draining: %s", reason)
+        if wrong:
+            counts = self._counts.fault(peer, reason)
+            for part in member.slices:
+                self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=True)
+            self._counts.warn(peer, "is cut off: %s", reason)
+        elif not by_us:
+            self._absences.lost(peer, trio.current_time())
+            self._counts.excuse(peer, f"left without draining: {reason}")
         with self._times_lock:
             self._times.forget(peer)
             self._slow_since = {key: since for key, since in self._slow_since.items() if key[0] != peer}

@@ -58,6 +58,11 @@ class PeerCounts:
         counts.reason = reason[:200]
         return counts
 
+    def excuse(self, peer: PeerId, reason: str) -> None:
+        """Something that happened to a peer and was no fault of its."""
+        self.of(peer).reason = reason[:200]
+        self.warn(peer, "%s", reason)
+
     def touched(self, peer: PeerId, requests: Collection[int]) -> None:
         """A peer computed for these requests."""
         known = self.of(peer).requests

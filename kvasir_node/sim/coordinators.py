@@ -237,7 +237,6 @@ class CoordinatorNode:
         reachable = self._world.network.reach(self.peer, worker.peer)
         for pair in [pair for pair, node in self._attached.items() if node is worker]:
             if worker.peer.life != life or not reachable:
-                self.ledger.failed(*pair, self._world.now, "its connection ended", wrong=False)
                 self._forget(pair)
 
     def _forget(self, pair: Pair) -> None:

@@ -211,6 +211,7 @@ class Loop:
             name_of=str,
             address_of=lambda peer: self.addresses.get(peer, str(peer)),
             body_bytes_max=1 << 20,
+            ping=self.transport.ping,
             run_blocking=run_inline,
             clock=lambda: self.now_s,
             wall_clock=lambda: trio.current_time() + self.slept_s,

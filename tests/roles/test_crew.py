@@ -24,7 +24,7 @@ from fanout_fakes import (
 from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import ModelId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
-from kvasir_node.net.memory_net import open_memory_network
+from kvasir_node.net.memory_net import SILENCE_S, open_memory_network
 from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
 from kvasir_node.roles.peer_counts import TOUCHED_MAX
 from kvasir_node.roles.trials import TrialScope, trial_request
@@ -241,7 +241,7 @@ async def test_law_3_a_right_answer_after_the_worker_left_proves_nothing(autojum
 
     def leave_first(request):
         member = loop.crew._here.member(worker.peer)
-        loop.crew._here.lose(member, "gone", is_fault=False)
+        loop.crew._here.lose(member, "gone", by_us=True)
         return sums(request)
 
     loop.crew.trials._own_sums = leave_first
@@ -505,7 +505,7 @@ async def test_law_8_leaving_in_good_order_is_no_fault_even_when_the_connection_
     assert loop.standing(worker.peer, FIRST) == "proven"  # it may come back
 
 
-async def test_law_8_leaving_without_a_word_is_one_fault_however_many_calls_it_cuts_off(autojump_clock, loop, worker):
+async def test_law_8_leaving_without_a_word_is_no_fault_however_many_calls_it_cuts_off(autojump_clock, loop, worker):
     await prove(loop, worker, FIRST, SECOND)
     worker.silent = True
     calls = [loop.call(worker.peer, part) for part in (FIRST, SECOND, FIRST, SECOND)]
@@ -517,9 +517,10 @@ async def test_law_8_leaving_without_a_word_is_one_fault_however_many_calls_it_c
         loop.ended(call, call.result)
     await trio.sleep(0.1)
     view = seen(loop)
-    assert (view.failures, view.state) == (1, "suspect")
-    assert {each.failures for each in loop.crew.ledger.pairs()} == {1}
+    assert (view.failures, view.state) == (0, "proven")
+    assert {each.failures for each in loop.crew.ledger.pairs()} == {0}
     assert "left without draining" in view.reason
+    assert loop.crew.proven() == loop.crew.ledger.proven() == ()
 
 
 async def test_a_worker_that_sends_garbage_is_blamed_for_a_wrong_answer(autojump_clock, loop, worker):
@@ -544,10 +545,12 @@ async def test_a_worker_that_connects_again_replaces_itself_and_nothing_is_sent_
     assert isinstance(call.result, Unreachable)  # not at its deadline: at once
     await old_stopped.wait()
     assert old_calls.end_reason is not None
-    assert loop.standing(worker.peer, FIRST) == "suspect"
     worker.silent = False
-    await trio.sleep(6)
-    await prove(loop, worker, FIRST)
+    asked = len(worker.requests)
+    await worker.attach(FIRST)
+    assert loop.crew.proven() == ((worker.peer, FIRST),)
+    await loop.forward()
+    assert len(worker.requests) == asked  # no new trial
     assert len(loop.crew.members()) == 1
     assert loop.call(worker.peer, FIRST).peer == worker.peer
     await trio.sleep(0.1)
@@ -598,9 +601,89 @@ async def test_law_8_a_worker_that_fails_long_after_this_machine_slept_is_to_bla
     await prove(loop, worker, FIRST)
     loop.slept_s = 3600.0
     await trio.sleep(11)
-    await worker.calls.stream.reset()
+    worker.silent = True
+    await late(loop, loop.call(worker.peer, FIRST))
     await trio.sleep(0.1)
     assert loop.standing(worker.peer, FIRST) == "suspect"
+
+
+# Out of reach ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outage_s", [2.0, 20.0, 30.0])
+async def test_law_8_an_outage_costs_no_standing_and_no_new_trial(
+    autojump_clock, loop, worker, network, nursery, outage_s
+):
+    await prove(loop, worker, FIRST, OTHER_LAYER)
+    asked = len(worker.requests)
+    ends = (loop.transport.peer_id, worker.peer)
+    network.partition(*ends)
+    calls = [loop.call(worker.peer, part) for part in (FIRST, OTHER_LAYER)]
+    for call in calls:
+        await late(loop, call)
+    await trio.sleep(0.1)
+    assert loop.crew.proven() == ()  # nothing more is sent, before anybody knows why nothing comes
+    assert loop.changed[-1] == {0, 1}
+    await trio.sleep(outage_s)
+    network.heal(*ends)
+    if outage_s > SILENCE_S:
+        assert loop.crew.ledger.proven() == ()  # and no coverage
+        await nursery.start(worker.run)
+        await worker.attach(FIRST, OTHER_LAYER)
+    await trio.sleep(0.1)
+    assert set(loop.crew.proven()) == {(worker.peer, FIRST), (worker.peer, OTHER_LAYER)}
+    assert seen(loop).failures == 0
+    assert worker.told[-1][1] == "proven"
+    await loop.forward()
+    before = len(worker.requests)
+    assert before in (asked, asked + len(calls))  # those that came through at last, and no trial
+    call = loop.call(worker.peer, FIRST)
+    await trio.sleep(0.1)
+    assert isinstance(call.result, memoryview)
+
+
+async def test_law_8_proof_ends_when_an_absence_is_longer_than_it_lasts(autojump_clock, loop, worker, nursery):
+    await prove(loop, worker, FIRST)
+    await worker.calls.stream.reset()
+    await trio.sleep(FanoutSettings().proof_ttl_s)
+    loop.crew.ledger.tick(trio.current_time())
+    await nursery.start(worker.run)
+    await worker.attach(FIRST)
+    assert loop.crew.proven() == ()
+    await prove(loop, worker, FIRST)
+
+
+async def test_who_leaves_again_and_again_keeps_its_proof_and_gets_no_work_for_a_while(
+    autojump_clock, loop, worker, nursery
+):
+    await prove(loop, worker, FIRST)
+    for _ in range(3):
+        assert loop.crew.proven()
+        await trio.sleep(2)
+        await worker.calls.stream.reset()
+        await worker.stopped.wait()
+        await nursery.start(worker.run)
+        await worker.attach(FIRST)
+    assert loop.standing(worker.peer, FIRST) == "proven"
+    assert loop.crew.proven() == ()
+    loop.changed.clear()
+    await trio.sleep(FanoutSettings().cool_off_s + 0.3)
+    assert loop.crew.proven() == ((worker.peer, FIRST),)
+    assert loop.changed == [{0}]
+
+
+async def test_a_worker_that_is_silent_while_its_connection_lives_is_to_blame_once_for_all_that_was_sent_before(
+    autojump_clock, loop, worker
+):
+    await prove(loop, worker, FIRST)
+    worker.silent = True
+    calls = [loop.call(worker.peer, FIRST, number) for number in range(4)]
+    await trio.sleep(0.05)
+    for call in calls:
+        call.abandoned = True
+        loop.ended(call, CallTimeout("no answer within 50 ms"))
+    await trio.sleep(0.1)
+    assert (seen(loop).failures, loop.standing(worker.peer, FIRST)) == (1, "suspect")
 
 
 async def test_a_step_that_outlives_the_crew_waits_for_nobody_and_blames_nobody(

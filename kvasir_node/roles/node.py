@@ -43,6 +43,7 @@ from kvasir_node.model.manifest import decode_manifest
 from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
+from kvasir_node.net.outbound import outward_host
 from kvasir_node.net.rpc import one_call
 from kvasir_node.net.single_error import single_error_unwrapped
 from kvasir_node.net.transport import Gossip, Transport
@@ -61,6 +62,7 @@ from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, 
 from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
 from kvasir_node.roles.missing_experts import MissingExperts
+from kvasir_node.roles.pairing import Pairing, PhoneInvite
 from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
@@ -72,6 +74,7 @@ from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
 from kvasir_node.wire.envelope import seal
+from kvasir_node.wire.guest_pass import PAIR_PROTOCOL
 from kvasir_node.wire.hub_proof import HubProofs, with_hub_proof
 from kvasir_node.wire.messages import (
     BLOCKS_PROTOCOL,
@@ -197,6 +200,28 @@ class Node:
             throttle=self._downloads,
             others=self._membership.members,
         )
+
+    def add_pairing(self) -> None:
+        self._pairing = Pairing(
+            self._transport.peer_id,
+            lambda: self._swarm.valid_keys()[0],
+            code_s=self._settings.phone.code_s,
+            addresses=self._transport.addresses,
+            hubs=self._hub_addresses,
+            refusal_of=lambda peer: refusal(self._settings.network, peer),
+            address_of=self._network_address,
+            outward_host=outward_host,
+        )
+        self._transport.set_handler(PAIR_PROTOCOL, self._pairing.serve)
+
+    def _hub_addresses(self) -> tuple[str, ...]:
+        own = self._transport.addresses() if self.hub is not None else ()
+        about = self._peers.about()
+        return (*own, *(each for hub in self._peers.hubs() if hub in about for each in about[hub].addresses))
+
+    def invite_phone(self, expires_s: float | None = None) -> PhoneInvite:
+        """What lets one page join this swarm. Raises as `Pairing.invite`."""
+        return self._pairing.invite(expires_s)
 
     def add_reaching(self, transport: Libp2pTransport) -> None:
         self._reaching = Reaching(
@@ -482,6 +507,8 @@ class Node:
             relays=reaching.relays if reaching is not None else (),
             carried=reaching.carried if reaching is not None else 0,
         )
+            upnp=reaching.upnp[0] if reaching is not None else "off",
+            upnp_says=reaching.upnp[1] if reaching is not None else "",
 
 
 def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:
@@ -547,6 +574,7 @@ async def open_node(
         if "worker" in roles:
             node.add_worker(store, faults.compute)
         node.serve_blocks(faults.served(store))
+        node.add_pairing()
         node.add_reaching(transport)
         if isinstance(model, str):
             await node.pull_before_start(model)

@@ -10,7 +10,7 @@ from kvasir_node.base.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the API listens; `host` may be a name, an IPv6 address stands without brackets."""
+    """Where something is served; `host` may be a name, an IPv6 address stands without brackets."""
 
     host: str
     port: int
@@ -24,14 +24,15 @@ class Address:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
-    """Reads HOST:PORT or [IPV6]:PORT; raises UsageError."""
+def parse_address(text: str, key: str = "api.listen") -> Address:
+    """Reads HOST:PORT or [IPV6]:PORT; raises UsageError that names the setting and its flag."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     is_port = port.isascii() and port.isdigit() and int(port) <= 65535
     if not host or not is_port or (":" in host) != bracketed or set(host) & set("/@[] "):
-        raise UsageError(f"--api (api.listen) is HOST:PORT such as 127.0.0.1:9480 or [::1]:9480; got {text!r}")
+        flag = f"--{key.partition('.')[0]} ({key})"
+        raise UsageError(f"{flag} is HOST:PORT such as 127.0.0.1:9480 or [::1]:9480; got {text!r}", param=key)
     return Address(host, int(port))
 
 
@@ -41,6 +42,14 @@ def is_loopback_host(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard_host(host: str) -> bool:
+    """Whether it stands for all addresses of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
 

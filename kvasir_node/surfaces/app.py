@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -25,8 +26,10 @@ from kvasir_node.surfaces.address import check_key_policy, parse_address
 from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.exits import INTERRUPTED, RESTART, say
 from kvasir_node.surfaces.http import serve_api
-from kvasir_node.surfaces.listener import open_listeners, url_of
+from kvasir_node.surfaces.listener import bound_address, open_listeners, url_of
 from kvasir_node.surfaces.nodefile import NodeFile, claimed, remove_node_file, write_node_file
+from kvasir_node.surfaces.phone_door import PhoneDoor
+from kvasir_node.surfaces.phone_page import PhonePage, serve_page
 from kvasir_node.surfaces.ports import NodePort
 from kvasir_node.surfaces.reports import work_left
 from kvasir_node.surfaces.service_manager import ServiceManager
@@ -73,6 +76,14 @@ def _signals_heard() -> tuple[signal.Signals, ...]:
     return tuple(number for number in heard if signal.getsignal(number) is not signal.SIG_IGN)
 
 
+async def _bound(opened: AsyncExitStack, section: str, listen: str) -> list[trio.SocketListener]:
+    """The listeners of one setting, which are closed with the stack; none when it is empty."""
+    listeners = await open_listeners(parse_address(listen, f"{section}.listen"), f"--{section}") if listen else []
+    for listener in listeners:
+        opened.push_async_callback(listener.aclose)
+    return listeners
+
+
 class _Life:
     """One node's life, told by its signals and its API."""
 
@@ -89,6 +100,7 @@ class _Life:
         self.screen, self.log_lines, self.stdout = screen, log_lines, stdout
         self.ready = False
         self.exit_code = 0
+        self.door = PhoneDoor(PhonePage(), None)
         self._recheck = recheck
         self._manager = ServiceManager(environment())
         self._stop = trio.Event()
@@ -132,21 +144,26 @@ class _Life:
     async def run(self, open_node: OpenNode) -> None:
         """Binds before it loads anything: a port in use is told at once, and early clients wait instead of failing."""
         async with AsyncExitStack() as opened:
-            listeners: list[trio.SocketListener] = []
-            if self.settings.api.listen:
-                listeners = await open_listeners(parse_address(self.settings.api.listen))
-                for listener in listeners:
-                    opened.push_async_callback(listener.aclose)
+            listeners = await _bound(opened, "api", self.settings.api.listen)
+            phone_listeners = await _bound(opened, "phone", self.settings.phone.listen)
+            if page_listeners := phone_listeners or listeners:
+                self.door = replace(self.door, served_at=bound_address(page_listeners))
             node = await opened.enter_async_context(open_node(self.settings))
-            await self._serve(node, listeners)
+            await self._serve(node, listeners, phone_listeners)
 
-    async def _serve(self, node: NodePort, listeners: list[trio.SocketListener]) -> None:
+    async def _serve(
+        self, node: NodePort, listeners: list[trio.SocketListener], phone_listeners: list[trio.SocketListener]
+    ) -> None:
         url = url_of(listeners) if listeners else None
         info = node.ready_info()
         api_stop = trio.Event()
         async with trio.open_nursery() as nursery:
             if listeners:
                 nursery.start_soon(partial(serve_api, node, self, listeners, stop=api_stop, grace_s=API_GRACE_S))
+            if phone_listeners:
+                nursery.start_soon(
+                    partial(serve_page, self.door.page, phone_listeners, stop=api_stop, grace_s=API_GRACE_S)
+                )
             write_node_file(self.data_dir, NodeFile(os.getpid(), url, info["peer_id"], info["ticket"]))
             try:
                 self.ready = True

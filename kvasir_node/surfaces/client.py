@@ -65,13 +65,13 @@ class NodeClient:
         """One JSON document; an error answer is raised as the KvasirError it tells of."""
         return self._ask("GET", path)
 
-    def post(self, path: str) -> dict[str, Any]:
-        """The same of a request without a body."""
-        return self._ask("POST", path)
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The same of a request, with a body or none."""
+        return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = self._client.request(method, path)
+            response = self._client.request(method, path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         return self._document(response)

@@ -47,6 +47,13 @@ class FakeCard:
     created_at: int
 
 
+@dataclass(frozen=True, slots=True)
+class FakeInvite:
+    link: str
+    host: str
+    expires_s: float
+
+
 FAKE_CARD = FakeCard("bafyreifakemodel", "demo", 1_700_000_000)
 FAKE_PEER = "12D3KooWFakePeerFakePeerFakePeerFakePeerFakePeerFake"
 FAKE_PIECES = ("It is a truth ", "universally ", "acknowledged")
@@ -74,6 +81,7 @@ class FakeNode:
         self.busy = self.waiting = self.left_early_count = self.drained_count = 0
         self._places = trio.Semaphore(self._settings.coordinator.slots)
         self._draining = False
+        self.invited = 0
         self._open = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -91,6 +99,12 @@ class FakeNode:
 
     def ticket(self) -> str:
         return "kvasir1fake"
+
+    def invite_phone(self, expires_s: float | None = None) -> FakeInvite:
+        if expires_s is not None and not 10 <= expires_s <= 86_400:
+            raise UsageError(f"a code serves from 10 s to 24 h; got {expires_s:g} s", param="expires_s")
+        self.invited += 1
+        return FakeInvite(f"kvasirp1fake{self.invited}", "192.0.2.7", 600.0 if expires_s is None else expires_s)
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards

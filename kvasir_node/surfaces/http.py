@@ -38,6 +38,7 @@ from kvasir_node.surfaces.exchange import Exchange
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
 from kvasir_node.surfaces.page_routes import is_of_page, page_routes
+from kvasir_node.surfaces.phone_page import is_of_phone_page
 from kvasir_node.surfaces.ports import AnswerEvents, LifePort, ModelCard, NodePort
 from kvasir_node.surfaces.pull_answer import PullAnswer
 from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
@@ -73,6 +74,8 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
             Route("/kvasir/v1/peers", api.peers),
             Route("/kvasir/v1/demand", api.demand),
             Route("/kvasir/v1/pull", api.pull, methods=["POST"]),
+            Route("/kvasir/v1/phone", api.invite_phone, methods=["POST"]),
+            *life.door.page.routes(),
             Route("/kvasir/v1/pause", api.pause, methods=["POST"]),
             Route("/kvasir/v1/resume", api.resume, methods=["POST"]),
             Route("/kvasir/v1/drain", api.drain, methods=["POST"]),
@@ -120,6 +123,15 @@ class _Api:
 
     async def demand(self, request: Request) -> Response:
         return JSONResponse(views.demand_document(self.node.snapshot()))
+
+    async def invite_phone(self, request: Request) -> Response:
+        raw = await _read_body(request, self.node.settings.api.body_bytes_max)
+        body = parse_json_object(raw) if raw else {}
+        expires_s = body.get("expires_s")
+        is_number = isinstance(expires_s, int | float) and not isinstance(expires_s, bool)
+        if set(body) - {"expires_s"} or not (is_number or expires_s is None):
+            raise UsageError('the body must be empty or {"expires_s": SECONDS}', param="expires_s")
+        return JSONResponse(self.life.door.invite(self.node, expires_s), headers={"cache-control": "no-store"})
 
     async def pause(self, request: Request) -> Response:
         self.node.pause()
@@ -360,7 +372,8 @@ class _Guard:
         if self._loopback and not _is_local_request(request):
             message = "only pages and programs of this machine may ask: Host and Origin must be loopback names"
             return JSONResponse(error_document(403, message, code="host_not_allowed"), 403)
-        is_open = request.url.path in ("/health", "/v1/health") or is_of_page(request.url.path)
+        path = request.url.path
+        is_open = path in ("/health", "/v1/health") or is_of_page(path) or is_of_phone_page(path)
         if self._key and not is_open and not self._has_key(request):
             message = "a key is needed: send it as Authorization: Bearer KEY"
             return JSONResponse(error_document(401, message), 401, {"www-authenticate": "Bearer"})

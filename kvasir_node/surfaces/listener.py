@@ -1,14 +1,15 @@
 """hypercorn's HTTP connections on trio, with the bounds that its own accept loop lacks.
 
-It does not know the application. Three things differ from `hypercorn.trio.serve` 0.18: sends are not shielded
+It does not know the application. Four things differ from `hypercorn.trio.serve` 0.18: sends are not shielded
 from cancellation (a client that stops reading would keep the process alive for ever), connections are counted,
-and a connection whose handling fails ends alone.
+one whose client has gone ends at once (and not after the idle timeout), and one whose handling fails ends alone.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import socket
 from typing import Any, cast
 
@@ -25,13 +26,14 @@ from kvasir_node.surfaces.address import Address
 
 CONNECTIONS_MAX = 1024
 BACKLOG = 128
+REFUSAL_LOG_S = 10.0  # between two lines about refused connections
 IDLE_TIMEOUT_S = 30.0  # a kept-alive connection without a request
 
 logger = logging.getLogger(__name__)
 
 
-async def open_listeners(address: Address) -> list[trio.SocketListener]:
-    """Binds; a name with several addresses gets one listener each, unless any port will do.
+async def open_listeners(address: Address, flag: str = "--api") -> list[trio.SocketListener]:
+    """Binds, for what the flag is about; a name with several addresses gets one listener each, unless any port will do.
 
     Raises UsageError that says why the address cannot be had.
     """
@@ -39,9 +41,11 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
         listeners = list(await trio.open_tcp_listeners(address.port, host=address.host, backlog=BACKLOG))
     except (OSError, socket.gaierror) as error:
         in_use = error.errno == errno.EADDRINUSE
-        remedy = "is another node running? choose another with --api HOST:PORT" if in_use else "choose another --api"
+        another = f"choose another {flag}"
+        remedy = f"is another node running? {another} HOST:PORT" if in_use else another
         reason = "the port is in use" if in_use else error.strerror or str(error)
-        raise UsageError(f"the API cannot listen on {address.host}:{address.port}: {reason}; {remedy}") from error
+        what = "the API" if flag == "--api" else f"the page of {flag}"
+        raise UsageError(f"{what} cannot listen on {address.host}:{address.port}: {reason}; {remedy}") from error
     if address.port == 0:
         for surplus in listeners[1:]:
             await surplus.aclose()
@@ -49,23 +53,32 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
     return listeners
 
 
+def bound_address(listeners: list[trio.SocketListener]) -> Address:
+    """The IP and the real port of the first one."""
+    host, port = listeners[0].socket.getsockname()[:2]
+    return Address(host, port)
+
+
 def url_of(listeners: list[trio.SocketListener]) -> str:
     """A URL that works on this machine: the real port, and loopback where all interfaces are served."""
-    bound: tuple[str, int] = listeners[0].socket.getsockname()[:2]
-    host, port = bound
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return Address(host, port).url
+    bound = bound_address(listeners)
+    return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound.host, bound.host), bound.port).url
 
 
 async def serve_connections(
-    app: ASGIFramework, listeners: list[trio.SocketListener], *, stop: trio.Event, grace_s: float
+    app: ASGIFramework,
+    listeners: list[trio.SocketListener],
+    *,
+    stop: trio.Event,
+    grace_s: float,
+    connections_max: int = CONNECTIONS_MAX,
 ) -> None:
     """Serves until `stop` is set; then accepts nothing more, and cuts what still runs after `grace_s`.
 
     Cancel-safety: cancelling cuts every connection at once. The listeners are closed in any case.
     """
     context = WorkerContext(None)
-    hosted = _Hosted(app, context)
+    hosted = _Hosted(app, context, connections_max)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
             for listener in listeners:
@@ -79,22 +92,30 @@ async def serve_connections(
 class _Hosted:
     """What all connections share."""
 
-    def __init__(self, app: ASGIFramework, context: WorkerContext) -> None:
+    def __init__(self, app: ASGIFramework, context: WorkerContext, connections_max: int) -> None:
         self.app = ASGIWrapper(app)
         self.context = context
         self.config = Config()
         self.config.errorlog = logger
         self.config.keep_alive_timeout = IDLE_TIMEOUT_S
         self.config.include_server_header = False
+        self.connections_max = connections_max
+        self._told_at = -math.inf
         self.connection_count = 0
+
+    def _tell_refusal(self) -> None:
+        now = trio.current_time()
+        if now - self._told_at >= REFUSAL_LOG_S:  # strangers must not fill a log
+            self._told_at = now
+            logger.warning("connections are refused: %d are open", self.connection_count)
 
     async def accept_on(self, listener: trio.SocketListener, connections: trio.Nursery) -> None:
         async with listener:
             await trio.serve_listeners(self.handle, [listener], handler_nursery=connections)
 
     async def handle(self, stream: trio.SocketStream) -> None:
-        if self.connection_count >= CONNECTIONS_MAX:
-            logger.warning("refused a connection: %d are open", self.connection_count)
+        if self.connection_count >= self.connections_max:
+            self._tell_refusal()
             return
         self.connection_count += 1
         try:
@@ -108,6 +129,11 @@ class _Hosted:
 
 class _Connection(TCPServer):
     """hypercorn's connection with sends that can be cancelled; a cut send leaves half a frame, so it closes."""
+
+    async def _read_data(self) -> None:
+        """Its end leaves the idle timeout alone, so who connected and left at once held a place until then."""
+        await super()._read_data()
+        await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
         if not isinstance(event, RawData):

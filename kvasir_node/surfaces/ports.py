@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvasir_node.base.generation import AnswerEvent, GenerationRequest
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import NodeSnapshot
+
+if TYPE_CHECKING:
+    from kvasir_node.surfaces.phone_door import PhoneDoor
 
 
 class ModelCard(Protocol):
@@ -28,6 +31,19 @@ class ModelCard(Protocol):
     def created_at(self) -> int: ...
 
 
+class PhoneInvite(Protocol):
+    """`link` stands behind # in the page's URL; `host` is where this machine is reached on its network."""
+
+    @property
+    def link(self) -> str: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def expires_s(self) -> float: ...
+
+
 AnswerEvents = AsyncIterator[AnswerEvent]
 
 
@@ -40,6 +56,10 @@ class NodePort(Protocol):
     def snapshot(self) -> NodeSnapshot: ...
 
     def ticket(self) -> str: ...
+
+    def invite_phone(self, expires_s: float | None = None) -> PhoneInvite:
+        """A fresh code for one page; None = as long as the settings say. Raises UsageError."""
+        ...
 
     def models(self) -> tuple[ModelCard, ...]:
         """Empty when the node is no coordinator."""
@@ -90,6 +110,11 @@ class NodePort(Protocol):
 
 class LifePort(Protocol):
     """The process around a node. Neither method waits: the node drains first."""
+
+    @property
+    def door(self) -> PhoneDoor:
+        """Where phones find their page."""
+        ...
 
     def stop(self) -> None: ...
 

@@ -15,7 +15,7 @@ from kvasir_node.net.listen_address import parse_listen_address
 from kvasir_node.roles.known_models import locate_model
 from kvasir_node.roles.membership import check_peer_lists
 from kvasir_node.roles.swarm_key import read_join
-from kvasir_node.surfaces.address import check_key_policy
+from kvasir_node.surfaces.address import check_key_policy, parse_address
 
 
 def check_settings(settings: Settings) -> None:
@@ -24,6 +24,8 @@ def check_settings(settings: Settings) -> None:
     _check_data_dir(data_dir)
     if settings.api.listen:
         check_key_policy(settings.api.listen, settings.api.key)
+    if settings.phone.listen:
+        parse_address(settings.phone.listen, "phone.listen")
     for address in settings.network.listen:
         parse_listen_address(address)
     read_join(settings.network.join)

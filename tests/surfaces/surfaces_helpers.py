@@ -17,7 +17,9 @@ from kvasir_node.base.settings import Settings, load_settings
 from kvasir_node.surfaces.address import parse_address
 from kvasir_node.surfaces.fake_node import FakeNode
 from kvasir_node.surfaces.http import serve_api
-from kvasir_node.surfaces.listener import open_listeners, url_of
+from kvasir_node.surfaces.listener import bound_address, open_listeners, url_of
+from kvasir_node.surfaces.phone_door import PhoneDoor
+from kvasir_node.surfaces.phone_page import PhonePage
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -33,7 +35,8 @@ def settings_with(**flags: Any) -> Settings:
 class FakeLife:
     """Notes what was asked of it; `refusal` is why the settings would not start."""
 
-    def __init__(self) -> None:
+    def __init__(self, door: PhoneDoor) -> None:
+        self.door = door
         self.asked: list[str] = []
         self.refusal: UsageError | None = None
 
@@ -61,12 +64,13 @@ class Served:
 
 
 @asynccontextmanager
-async def serve(node: FakeNode, *, grace_s: float = 1.0) -> AsyncIterator[Served]:
-    stop, life = trio.Event(), FakeLife()
+async def serve(node: FakeNode, *, grace_s: float = 1.0, page: PhonePage | None = None) -> AsyncIterator[Served]:
+    stop = trio.Event()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             listeners = await open_listeners(parse_address(node.settings.api.listen))
             url = url_of(listeners)
+            life = FakeLife(PhoneDoor(page or PhonePage(), bound_address(listeners)))
             nursery.start_soon(partial(serve_api, node, life, listeners, stop=stop, grace_s=grace_s))
             async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
                 yield Served(node, life, url, client)

@@ -11,6 +11,8 @@ from surfaces_helpers import CHAT, FakeLife, serve, settings_with, until
 from kvasir_node.surfaces.exchange import SEND_TIMEOUT_S
 from kvasir_node.surfaces.fake_node import FakeNode
 from kvasir_node.surfaces.http import BODY_TIMEOUT_S, build_app
+from kvasir_node.surfaces.phone_door import PhoneDoor
+from kvasir_node.surfaces.phone_page import PhonePage
 from kvasir_node.surfaces.sse import HEARTBEAT
 
 BODY = json.dumps({"model": "demo", "stream": True, "messages": [{"role": "user", "content": "x"}]}).encode()
@@ -86,7 +88,7 @@ class Asgi:
     """One exchange without sockets, for virtual time: the body's parts, and what was sent back."""
 
     def __init__(self, node: FakeNode, *parts: bytes, path: str = CHAT) -> None:
-        self.app, self.path = build_app(node, FakeLife()), path
+        self.app, self.path = build_app(node, FakeLife(PhoneDoor(PhonePage(), None))), path
         self.parts = list(parts)
         self.sent: list[tuple[float, bytes]] = []
         self.status = 0

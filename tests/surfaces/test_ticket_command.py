@@ -8,7 +8,8 @@ import pytest
 
 from kvasir_node.base.errors import UsageError
 from kvasir_node.surfaces.nodefile import NodeFile, write_node_file
-from kvasir_node.surfaces.ticket_command import cut_ticket, qr_text
+from kvasir_node.surfaces.qr import qr_text
+from kvasir_node.surfaces.ticket_command import cut_ticket, parse_seconds
 from kvasir_node.wire.swarm_keys import lesser_secret, read_secret
 from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
 
@@ -39,7 +40,13 @@ def test_a_ticket_for_some_roles_is_printed(run, folder):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(("--role", "emperor"), "there is no role 'emperor'"), (("--qr", "--json"), "exclude each other")],
+    [
+        (("--role", "emperor"), "there is no role 'emperor'"),
+        (("--qr", "--json"), "exclude each other"),
+        (("--phone", "--role", "worker"), "exclude each other"),
+        (("--expires", "10m"), "goes with --phone"),
+        (("--phone", "--expires", "soon"), "10m or 2h"),
+    ],
 )
 def test_what_cannot_be_is_exit_2(run, folder, flags, named):
     code, out, err = run("ticket", *flags, "--data-dir", folder)
@@ -60,12 +67,29 @@ def test_a_qr_code_is_drawn_and_fits_into_a_terminal(run, folder):
     assert "kvasir1" not in out
     assert 20 < len(lines) < 50
     worker = write_ticket(Ticket(lesser_secret(SECRET, []), (ADDRESS,) * 4))
-    assert len(qr_text(worker).split("\n")) < 60
+    assert len(qr_text(worker.upper(), "ticket").split("\n")) < 60
 
 
 def test_a_ticket_too_long_for_a_qr_code_says_so():
     with pytest.raises(UsageError, match="too many addresses"):
-        qr_text("kvasir1" + "a" * 5000)
+        qr_text("kvasir1" + "a" * 5000, "ticket")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200)])
+def test_times_are_read_with_their_unit(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "10 m", "-5m", "1d", "1e3", "٣m", "9" * 20])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UsageError, match="--expires is a time"):
+        parse_seconds(text)
+
+
+def test_a_phone_is_invited_by_the_running_node_or_told_why_not(run, folder):
+    code, out, err = run("ticket", "--phone", "--data-dir", folder)
+    assert (code, out) == (3, "")
+    assert "serves no API" in err
 
 
 @pytest.mark.parametrize("flags", [("--new-swarm", "--new-secret")])

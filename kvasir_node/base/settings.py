@@ -43,6 +43,7 @@ class NetworkSettings:
     allow: tuple[str, ...] = ()  # peer ids: no others are let in, whatever ticket they have; empty = all are
     refuse: tuple[str, ...] = ()  # peer ids that are not let in, whatever ticket they have
     mdns: bool = True  # hubs on the local network are found; a hub says there that it is one, and of which swarm
+    dht: tuple[str, ...] = ()  # multiaddrs of nodes of a libp2p DHT where hubs are told and found; empty = none is used
     upnp: str = "auto"  # auto | off: a home router is asked to let connections in, while others cannot reach this node
     old_secret_s: float = 7 * 24 * 60 * MINUTES  # how long a secret still counts that another one has replaced
     connect_timeout_s: float = 4 * SECONDS  # one address of one peer

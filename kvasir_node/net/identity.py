@@ -17,6 +17,7 @@ from libp2p.peer.id import ID
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.ids import PeerId
 
+KEY_FILE_NAME = "node.key"  # in the data directory
 _KEY_MODE = 0o600
 
 

@@ -1,5 +1,5 @@
 """All ways in which a node finds its swarm, wired in one place: the ticket's addresses, remembered members, hubs that
-tables tell of, and the local network.
+tables tell of, the local network, and a DHT.
 
 It does not know any of them from within, nor what a found hub is good for.
 """
@@ -13,6 +13,7 @@ from functools import partial
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import Settings, data_dir_of
 from kvasir_node.net.hello import Membership
+from kvasir_node.net.identity import KEY_FILE_NAME
 from kvasir_node.net.listen_address import is_loopback
 from kvasir_node.net.mdns import LanSearch
 from kvasir_node.net.transport import Transport
@@ -21,6 +22,7 @@ from kvasir_node.roles.member_file import FILE_NAME as MEMBER_FILE_NAME
 from kvasir_node.roles.member_file import MemberFile
 from kvasir_node.roles.peers import Joiner, Peers, RequireMember, join_targets
 from kvasir_node.roles.remembered import Remembered
+from kvasir_node.roles.rendezvous import Rendezvous
 from kvasir_node.roles.swarm_key import SwarmKey
 from kvasir_node.wire.swarm_keys import HUB, swarm_id
 
@@ -48,6 +50,15 @@ class Finding:
         self.joiner = Joiner(transport, join_targets(swarm.join), require_member, rng)
         self._search = HubSearch(transport, peers.hubs, require_member, rng)
         file = MemberFile(data_dir_of(settings) / MEMBER_FILE_NAME, self._swarm)
+        self._rendezvous = Rendezvous(
+            settings.network,
+            data_dir_of(settings) / KEY_FILE_NAME,
+            transport.peer_id,
+            swarm.valid_keys,
+            peers.hubs,
+            transport.addresses,
+            partial(self._search.heard, is_hint=True),
+        )
         self._remembered = Remembered(transport, membership, peers, require_member, file, self._search.heard)
 
     def parts(self) -> list[Part]:
@@ -58,6 +69,8 @@ class Finding:
             ("the memory of members", self._remembered.run),
         ]
         network = self._settings.network
+        if network.dht:
+            parts.append(("the meeting place in the DHT", self._rendezvous.run))
         if network.mdns and not all(map(is_loopback, network.listen)):
             parts.append(("the search on the local network", self._lan_search().run))
         return parts

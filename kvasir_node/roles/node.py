@@ -42,6 +42,7 @@ from kvasir_node.decide.placement import DemandSeen, HubsKnown
 from kvasir_node.model.manifest import decode_manifest
 from kvasir_node.net.gossip import open_gossip
 from kvasir_node.net.hello import Membership
+from kvasir_node.net.identity import KEY_FILE_NAME
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.outbound import outward_host
 from kvasir_node.net.rpc import one_call
@@ -561,7 +562,7 @@ async def open_node(
         await trio.to_thread.run_sync(prepare_kernels)
     model = await trio.to_thread.run_sync(_open_model, settings, catalog, store) if "coordinator" in roles else None
     async with (
-        open_libp2p_transport(settings.network, data_dir / "node.key") as transport,
+        open_libp2p_transport(settings.network, data_dir / KEY_FILE_NAME) as transport,
         open_gossip(transport) as gossip,
     ):
         membership = open_membership(settings, transport, swarm, node_name(settings, transport.peer_id))

@@ -148,8 +148,6 @@ class NetSnapshot:
     nat: str = "unknown"  # none | cone | symmetric | unknown
     relays: tuple[str, ...] = ()  # hubs that keep a place for this node
     carried: int = 0  # connections of others that this hub carries now
-
-
     upnp: str = "off"  # off | unused (nobody needs it) | failed | mapped: whether the router lets connections in
     upnp_says: str = ""  # the outside address that was mapped, or why none is
 
@@ -185,6 +183,8 @@ class ExpertLayerSnapshot:
     use: tuple[int, ...]
     where: str
     copies: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
     version: str

@@ -507,9 +507,9 @@ class Node:
             nat=str(reaching.nat) if reaching is not None else "unknown",
             relays=reaching.relays if reaching is not None else (),
             carried=reaching.carried if reaching is not None else 0,
-        )
             upnp=reaching.upnp[0] if reaching is not None else "off",
             upnp_says=reaching.upnp[1] if reaching is not None else "",
+        )
 
 
 def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvasir_node.base.events import RequestEnded
+
 STATUS_SCHEMA = "kvasir.status/1"
 
 

@@ -20,10 +20,11 @@ from typing import Any
 import trio
 
 from kvasir_node.base.errors import CapacityError, UsageError
+from kvasir_node.base.events import DemandChanged, FanoutChanged, LoadChanged, Tell, tell_nobody
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import Settings
-from kvasir_node.base.snapshot import FanoutSnapshot, ModelSnapshot
+from kvasir_node.base.snapshot import ExpertLayerSnapshot, FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Demands, Wanted, missing_slices
 from kvasir_node.decide.prediction import Routes
@@ -36,6 +37,7 @@ from kvasir_node.roles.costing import Costing
 from kvasir_node.roles.crew import Crew, Ping, answers_at_once
 from kvasir_node.roles.desk import Answer, Desk
 from kvasir_node.roles.dispatch import FanoutDispatch
+from kvasir_node.roles.expert_view import expert_layers
 from kvasir_node.roles.ledger_file import LedgerFile
 from kvasir_node.roles.loading import LoadedModel, check_slots, expert_dtype, free_bytes, is_out_of_memory
 from kvasir_node.roles.measured import StepMeasured
@@ -46,6 +48,7 @@ from kvasir_node.roles.slowdown import Pace, StretchedDispatch, StretchedExperts
 from kvasir_node.roles.steering import Load, Shape, Steering
 from kvasir_node.roles.trials import TrialScope
 from kvasir_node.roles.wire_gate import WireChoice, measure_wire
+from kvasir_node.roles.worker_news import WorkerNews
 from kvasir_node.wire.messages import NEAR_RTT_S, DemandRecord
 from kvasir_node.wire.tensors import Encoding
 
@@ -77,8 +80,12 @@ class Coordinator:
         ping: Ping = answers_at_once,
         pace: Pace | None = None,
         ledger_path: Path | None = None,
+        tell: Tell = tell_nobody,
     ) -> None:
         self._settings = settings
+        self._tell = tell
+        self._worker_news = WorkerNews(tell)
+        self._has_worker_news = False  # something may have changed among them
         self._model = model
         self._pace = pace
         manifest = model.manifest
@@ -110,7 +117,7 @@ class Coordinator:
             model.held,
             own_sums=own.sums if missing is None else missing.patient(own.sums),
             changed=self._world_changed,
-            trial_layers_changed=lambda layers: self.dispatch.set_trial_layers(layers),
+            trial_layers_changed=self._trials_planned,
             name_of=name_of,
             address_of=address_of,
             body_bytes_max=settings.network.frame_bytes_max,
@@ -162,6 +169,7 @@ class Coordinator:
             load_changed=self._load_changed,
             stepped=self._stepped,
             missing=missing,
+            tell=tell,
         )
         self.steering = Steering(
             settings.fanout,
@@ -174,9 +182,14 @@ class Coordinator:
             load=self._load,
             round_trips=self.crew.round_trips,
             set_routes=self._set_routes,
+            changed=lambda on, reason, gain: tell(FanoutChanged(on, reason, round(gain, 3))),
         )
         self._mismatches = 0  # seen so far
         self._was_spread = False
+        self._was_saturated = False
+        self._on_disk: dict[int, set[int]] = {layer: set() for layer in manifest.layers}
+        for expert in model.checkpoint.experts:
+            self._on_disk[expert.layer].add(expert.index)
         self._demands = Demands(self._offered, settings.market.surge_copies_max, settings.market.surge_decay_s)
         self._work = 0.0  # that is asked for, as a share of what this machine could do alone, smoothed
         self._work_at = -math.inf
@@ -285,6 +298,10 @@ class Coordinator:
 
     def _load_changed(self) -> None:
         saturated = self.desk.saturated
+        if saturated != self._was_saturated:
+            self._was_saturated = saturated
+            slots = self.desk.slots()
+            self._tell(LoadChanged(slots.state, slots.busy, slots.queued))
         self._observe_load()
         if self._spread != self._was_spread:
             self._was_spread = self._spread
@@ -299,9 +316,14 @@ class Coordinator:
 
     def _world_changed(self, layers: frozenset[int]) -> None:
         """Who is proven for some layers, or what is held of them, may have changed."""
+        self._has_worker_news = True
         self.steering.world_changed()
         self._tell_waiting()
         self._demand_changed.set()
+
+    def _trials_planned(self, layers: frozenset[int]) -> None:
+        self._has_worker_news = True
+        self.dispatch.set_trial_layers(layers)
 
     def _proven(self) -> Sequence[tuple[PeerId, SliceId]]:
         """Who may carry load."""
@@ -344,6 +366,9 @@ class Coordinator:
             if self._trial_scope is not TrialScope.NONE:
                 self.crew.trials.plan()
             self._observe_load()
+            if self._has_worker_news:
+                self._has_worker_news = False
+                self._worker_news.look(self.crew.snapshot())
 
     # Demand ---------------------------------------------------------------------------------------------------
 
@@ -372,7 +397,12 @@ class Coordinator:
                     self._demand_changed = trio.Event()
                     await self._demand_changed.wait()
                     await trio.sleep(DEMAND_PAUSE_S)
-            self._told = self.demand()
+            wanted = self.demand()
+            if wanted != self._told:
+                copies = sum(each.want for each in wanted)
+                proven = sum(min(each.want, len(each.proven)) for each in wanted)
+                self._tell(DemandChanged(self.manifest.name, len(wanted), copies, proven))
+            self._told = wanted
             await send(self._record(self._told, tuple(addresses())))
             await trio.sleep(market.report_interval_s)
 
@@ -426,6 +456,10 @@ class Coordinator:
             expert_dtype=expert_dtype(self._model.shard),
             expert_error=self._model.expert_error,
         )
+
+    def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
+        heat, held, routes = self.dispatch.heat(), self._model.held, self.steering.routes
+        return expert_layers(heat, held, self._on_disk, routes, self.crew.ledger.proven())
 
     def fanout_snapshot(self) -> FanoutSnapshot:
         counters, steering, plan = self.dispatch.counters, self.steering, self.steering.plan

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import trio
 
 from kvasir_node.base.errors import BugError, CapacityError, KvasirError, QueueFull, UsageError
+from kvasir_node.base.events import Tell, tell_nobody
 from kvasir_node.base.generation import GenerationRequest, SamplingOptions
 from kvasir_node.base.snapshot import SlotsSnapshot, ThroughputSnapshot
 from kvasir_node.decide.admission import Admission, AdmissionLimits, Admitted, Load
@@ -27,6 +28,7 @@ from kvasir_node.model.sampling import seed_of_choice
 from kvasir_node.model.text import LONG_TEXT_CHARACTERS, TextModel
 from kvasir_node.roles.measured import StepMeasured
 from kvasir_node.roles.reply import Answer, AnswerItem, Choice, ChoiceWriter, Request
+from kvasir_node.roles.request_book import CANCELLED, FAILED, RequestBook
 from kvasir_node.roles.waiting import BringsExperts, WaitingJobs
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class Desk:
         load_changed: Callable[[], None],
         stepped: Callable[[StepMeasured], None] = lambda step: None,
         missing: BringsExperts | None = None,
+        tell: Tell = tell_nobody,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
         self._engine = engine
@@ -96,6 +99,7 @@ class Desk:
         self._long_tasks = trio.CapacityLimiter(LONG_TASKS_MAX)
         self._dialect = Dialect(text)
         self.admission = Admission(limits)
+        self.book = RequestBook(tell)
         self._choices: dict[int, Choice] = {}  # by the job's id
         self._joining: deque[Choice] = deque()
         self._leaving: list[int] = []
@@ -277,6 +281,7 @@ class Desk:
         if count > places:
             raise UsageError(f"{count} answers were asked for; this node has {places} places for requests", param="n")
         if count > self.admission.room:
+            self.book.refused()
             retry_after_s = self.admission.retry_after_s
             raise QueueFull(
                 f"{self.admission.busy} of {self._limits.slots} slots are busy and {self.admission.queued} of "
@@ -290,6 +295,7 @@ class Desk:
             self._choices[choice.job.id] = choice
             if isinstance(self.admission.arrive(choice.job.id, entry.arrived_at), Admitted):
                 self._start(choice, entry.arrived_at)
+        self.book.began(entry)
 
     def _start(self, choice: Choice, now: float) -> None:
         if choice.request.admitted_at is None:
@@ -302,6 +308,7 @@ class Desk:
         for choice in reversed(entry.choices):  # those that wait first, so that none of them starts meanwhile
             self._leave_choice(choice)
         entry.send.close()
+        self.book.ended(entry, CANCELLED, trio.current_time())
 
     def _leave_choice(self, choice: Choice) -> None:
         self._give_up_place(choice)
@@ -348,8 +355,11 @@ class Desk:
             return  # it left while this step was computed
         self._count_token(now)
         self.waiting.let_go(token.job_id)
+        self.book.token(choice, now)
         if choice.request.deliver(choice, token, now):
             self._leave_choice(choice)
+            if choice.request.ended_by is not None:
+                self.book.ended(choice.request, str(choice.request.ended_by), now)
 
     def _fail_job(self, job_id: int, error: KvasirError) -> None:
         self._fail(self._choices.get(job_id), error)
@@ -358,6 +368,7 @@ class Desk:
         """One choice that cannot go on ends its whole request."""
         if choice is not None and choice.job.id in self._choices:
             choice.request.send.send_nowait(error)
+            self.book.ended(choice.request, FAILED, trio.current_time())
             self._leave(choice.request)
 
     def _count_token(self, now: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import trio
 
 from kvasir_node.base.errors import Misbehaved, RejectReason, Unreachable
+from kvasir_node.base.events import LeasesChanged, Tell, tell_nobody
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import MarketSettings
 from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
@@ -84,6 +85,7 @@ class Hub:
         address_of: Callable[[PeerId], str] = lambda _: "",
         other_hubs: Callable[[], Sequence[PeerId]] = lambda: (),
         ask_hub: AskHub = _ask_nobody,
+        tell: Tell = tell_nobody,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -97,6 +99,8 @@ class Hub:
         self._table_changed = table_changed
         self._address_of = address_of
         self._wall = wall
+        self._tell = tell
+        self._told_leases: LeasesChanged | None = None
         self._epoch = int(wall() * 1000)
         self._sequence = 0
         self._changed = trio.Event()
@@ -180,6 +184,7 @@ class Hub:
             now = trio.current_time()
             self._market.tick(now)
             self._disbelieve(now)
+            self._tell_leases()
             pace.bytes_s = settings.gossip_bytes_s / min(1 + len(self._others), BUDGET_HUBS_MAX)
             content, open_copies = (self._rows(), self._leases()), self._market.open_copies
             changed = content != told or self._must_greet
@@ -188,6 +193,13 @@ class Hub:
                 sent_bytes = MESH_COPIES * (TABLE_OVERHEAD_BYTES + await self._publish(*content))
                 pace.told(now, sent_bytes, open_copies)
             await trio.sleep(settings.gossip_interval_min_s)
+
+    def _tell_leases(self) -> None:
+        market = self._market
+        leases = LeasesChanged(market.coordinator_count, market.lease_count, market.open_copies)
+        if leases != self._told_leases:
+            self._told_leases = leases
+            self._tell(leases)
 
     def _polls_anyway(self, now: float) -> float:
         """Polls that come here in an interval without a word."""

@@ -6,7 +6,6 @@ It does not know HTTP, the terminal or signals. `open_node` is one async context
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,14 +26,17 @@ from kvasir_node.base.errors import (
     RejectReason,
     UsageError,
 )
+from kvasir_node.base.events import EventLog
 from kvasir_node.base.generation import GenerationRequest
 from kvasir_node.base.ids import Cid, ModelId, PeerId
 from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
+    ExpertLayerSnapshot,
     FanoutSnapshot,
     MemberSnapshot,
     NetSnapshot,
     NodeSnapshot,
+    RequestsSnapshot,
     SlotsSnapshot,
     ThroughputSnapshot,
 )
@@ -71,6 +73,7 @@ from kvasir_node.roles.reaching import Reaching
 from kvasir_node.roles.slowdown import Pace, stretched
 from kvasir_node.roles.swarm_key import Renewal, SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
+from kvasir_node.roles.warnings import emulations, for_people, tell_changes
 from kvasir_node.roles.worker import Worker
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog
@@ -95,7 +98,6 @@ HUB_TIMEOUT_S = 4.0
 MEMBER_TIMEOUT_S = 8.0
 MEMBERS_SHOWN_MAX = 512  # in a snapshot
 _NAME_CHARS_MAX = 128  # of what a node says of itself
-_PEER_ID = r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b"  # of an Ed25519 key, which all peers here have
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Node:
         self._keeper: Keeper | None = None
         self._reaching: Reaching | None = None
         self._is_draining = False
+        self.events = EventLog()
 
     @property
     def settings(self) -> Settings:
@@ -170,6 +173,7 @@ class Node:
             address_of=self._network_address,
             other_hubs=lambda: [hub for hub in self._peers.hubs() if hub != self._transport.peer_id],
             ask_hub=self._ask_hub,
+            tell=self.events.add,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
@@ -188,6 +192,7 @@ class Node:
             ping=self._transport.ping,
             pace=self._pace,
             ledger_path=data_dir_of(self._settings) / LEDGER_FILE_NAME,
+            tell=self.events.add,
         )
         self._transport.set_handler(EXPERTS_PROTOCOL, self._membership.guard(self.coordinator.crew.serve))
 
@@ -264,6 +269,7 @@ class Node:
             ask_hub=self._ask_hub,
             require_member=self._require_coordinator,
             compute=compute if self._pace is None else stretched(compute, self._pace),
+            tell=self.events.add,
         )
         self._keeper = Keeper(self._settings.worker, self.worker)
 
@@ -290,6 +296,7 @@ class Node:
             self._keep_running(nursery, "the search for ways through NATs", self._reaching.run)
         for what, run in self._finding.parts():
             self._keep_running(nursery, what, run)
+        self._keep_running(nursery, "the watch over warnings", lambda: tell_changes(self._warnings, self.events.add))
 
     def _keep_running(self, nursery: trio.Nursery, what: str, task: Callable[[], Awaitable[None]]) -> None:
         """What one of these raises is a bug and ends the node, under the name of the part that had it."""
@@ -469,13 +476,24 @@ class Node:
             draining=self._is_draining,
         )
 
+    def requests_snapshot(self) -> RequestsSnapshot:
+        desk = None if self.coordinator is None else self.coordinator.desk
+        return RequestsSnapshot() if desk is None else desk.book.snapshot(trio.current_time())
+
+    def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
+        return () if self.coordinator is None else self.coordinator.experts()
+
     def _members(self) -> tuple[MemberSnapshot, ...]:
         known = islice(self._peers.about().items(), MEMBERS_SHOWN_MAX)
         paths = {each.peer: each.path for each in self._transport.connections()}
         return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
 
     def _warnings(self) -> tuple[str, ...]:
-        warnings = [*self._emulations(), *self._finding.joiner.warnings(), *self._demand_refusals.values()]
+        warnings = [
+            *emulations(self._settings.compute),
+            *self._finding.joiner.warnings(),
+            *self._demand_refusals.values(),
+        ]
         for hub, skew_s in self._tables.skews().items():
             name = self._peers.name_of(hub)
             warnings.append(f"the demand table of hub {name} is refused: clock skew: {skew_words(skew_s)}")
@@ -485,13 +503,7 @@ class Node:
             warnings += self.worker.problems()
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
             warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
-        return tuple(_with_short_peers(warning, self._peers.name_of) for warning in warnings)
-
-    def _emulations(self) -> tuple[str, ...]:
-        compute = self._settings.compute
-        slow = f"emulated device: computes {compute.slowdown:g} times slower than it could (compute.slowdown)"
-        far = f"emulated distance: answers are held back {compute.answer_delay_s * 1000:g} ms (compute.answer_delay_s)"
-        return (slow,) * (self._pace is not None) + (far,) * (compute.answer_delay_s > 0)
+        return for_people(warnings, self._peers.name_of)
 
     def _net_snapshot(self) -> NetSnapshot:
         connections = self._transport.connections()
@@ -510,12 +522,6 @@ class Node:
             upnp=reaching.upnp[0] if reaching is not None else "off",
             upnp_says=reaching.upnp[1] if reaching is not None else "",
         )
-
-
-def _with_short_peers(text: str, name_of: Callable[[PeerId], str]) -> str:
-    """A warning for people: names instead of peer ids, and addresses without them."""
-    text = re.sub(rf"/p2p/{_PEER_ID}", "", text)
-    return re.sub(_PEER_ID, lambda match: name_of(PeerId(match[0])), text)
 
 
 def node_name(settings: Settings, peer: PeerId) -> str:

@@ -149,6 +149,7 @@ class Choice:
     tally: AnswerTally = field(default_factory=AnswerTally)
     placed: bool = True  # admission still counts it
     joined: bool = False  # the engine has it
+    token_at: float | None = None  # when its latest token came
 
 
 @dataclass(slots=True, eq=False)
@@ -163,11 +164,16 @@ class Request:
     open_count: int = 0  # choices that have not ended
     admitted_at: float | None = None  # the first choice
     first_token_at: float | None = None
+    ended_by: FinishReason | None = None  # its last choice
 
     @property
     def number(self) -> int:
         """Of its first choice's job: what the log calls it."""
         return self.choices[0].job.id
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
 
     def deliver(self, choice: Choice, token: StepToken, now: float) -> bool:
         """Sends what the token brings; True when it ends the choice."""
@@ -187,11 +193,12 @@ class Request:
     def _end(self, choice: Choice, reason: FinishReason, now: float) -> ChoiceEnded | Finished:
         if self.open_count:
             return ChoiceEnded(reason, choice.number)
-        tokens = sum(each.tokens for each in self.choices)
+        self.ended_by = reason
         cached = sum(each.tally.reused_tokens for each in self.choices if each.is_first)
-        return Finished(reason, self.prompt_tokens, tokens, self._facts(now), choice.number, cached)
+        return Finished(reason, self.prompt_tokens, self.answer_tokens, self.facts(now), choice.number, cached)
 
-    def _facts(self, now: float) -> AnswerFacts:
+    def facts(self, now: float) -> AnswerFacts:
+        """Up to now."""
         admitted = self.arrived_at if self.admitted_at is None else self.admitted_at
         first = now if self.first_token_at is None else self.first_token_at
         tallies = [choice.tally for choice in self.choices]

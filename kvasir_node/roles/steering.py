@@ -99,7 +99,8 @@ class _Question:
 
 class Steering:
     """See the module. `proven`, `heat`, `load` and `round_trips` tell how things are now; `heat` is called from a
-    thread. `set_routes` takes the routes of decoding and of prompts into use, all layers of each, on the loop."""
+    thread. `set_routes` takes the routes of decoding and of prompts into use, all layers of each, on the loop;
+    `changed` hears whether fan-out is on, why, and the gain predicted."""
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class Steering:
         load: Callable[[], Load],
         round_trips: Callable[[], Mapping[PeerId, float]],
         set_routes: Callable[[Routes, Routes], None],
+        changed: Callable[[bool, str, float], None] = lambda on, reason, gain: None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.thread_time,
@@ -133,6 +135,7 @@ class Steering:
         self._load = load
         self._round_trips = round_trips
         self._set_routes = set_routes
+        self._changed = changed
         self._run_blocking = run_blocking
         self._clock = clock
         self._used = used
@@ -307,6 +310,7 @@ class Steering:
         was_on, self._decision = self.on, decision
         if was_on != decision.on or (decision.on and decision.changed):
             logger.info("fan-out %s", decision.reason)
+            self._changed(decision.on, decision.reason, decision.gain)
         is_new, self._carried_out = offer is not self._carried_out, offer
         if not decision.on:
             if decision.changed or is_new:

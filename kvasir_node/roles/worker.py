@@ -17,6 +17,7 @@ from functools import partial
 import trio
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, PeerError, RejectReason
+from kvasir_node.base.events import LendingChanged, Tell, tell_nobody
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import WorkerSnapshot
@@ -94,6 +95,7 @@ class Worker:
         ask_hub: AskHub,
         require_member: RequireMember,
         compute: Compute = compute_here,
+        tell: Tell = tell_nobody,
         run_blocking: RunBlocking | None = None,
         seed: int | None = None,
     ) -> None:
@@ -104,6 +106,8 @@ class Worker:
         self._ask_hub = ask_hub
         self._require_member = require_member
         self._compute = compute
+        self._tell_others = tell
+        self._lending = LendingChanged("idle", 0, "")  # as told last
         self._run_blocking = run_blocking or partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(1))
         market, worker = settings.market, settings.worker
         limits = PlacementLimits(
@@ -183,6 +187,13 @@ class Worker:
     def _handle(self, event: placement.Event) -> None:
         for command in self._mind.handle(event, trio.current_time()):
             self._begin(command)
+        self._tell_lending()
+
+    def _tell_lending(self) -> None:
+        lending = LendingChanged(self.state(), len(self._mind.stages()), self._pause_reason)
+        if lending != self._lending:
+            self._lending = lending
+            self._tell_others(lending)
 
     def _begin(self, command: placement.Command) -> None:
         match command:
@@ -436,15 +447,17 @@ class Worker:
         logger.info("left slice %s", assignment.slice)
         return (placement.Drained(assignment.lease),)
 
+    def state(self) -> str:
+        present = {stage for _, stage in self._mind.stages().values()}
+        if self._mind.paused and not present:
+            return "paused"
+        return next((str(stage) for stage in _STATE_ORDER if stage in present), "idle")
+
     def snapshot(self) -> WorkerSnapshot:
         stages = self._mind.stages()
-        present = {stage for _, stage in stages.values()}
-        state = next((str(stage) for stage in _STATE_ORDER if stage in present), "idle")
-        if self._mind.paused and not stages:
-            state = "paused"
         loaded = [a for a, stage in stages.values() if stage in (Stage.TRIAL, Stage.SERVING)]
         return WorkerSnapshot(
-            state=state,
+            state=self.state(),
             reason=self._pause_reason,
             leases=tuple(sorted(stages)),
             slices=tuple(str(a.slice) for a in sorted(loaded, key=lambda a: a.slice)),

@@ -13,6 +13,16 @@ SEND_TIMEOUT_S = 60.0  # a client that takes nothing for this long is cut
 DISCARD_TIMEOUT_S = 2.0  # an unread body is awaited this long before the answer: many clients read only afterwards
 
 
+async def send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Exchange:
     """Wraps ASGI's `receive` and `send`. `stalled` tells that a send ran into its deadline (TooSlowError)."""
 

@@ -15,6 +15,7 @@ import trio
 
 from kvasir_node import __version__
 from kvasir_node.base.errors import CapacityError, QueueFull, UsageError
+from kvasir_node.base.events import EventLog
 from kvasir_node.base.generation import (
     AnswerEvent,
     AnswerFacts,
@@ -27,11 +28,13 @@ from kvasir_node.base.generation import (
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import (
     DemandSnapshot,
+    ExpertLayerSnapshot,
     FanoutSnapshot,
     HubSnapshot,
     ModelSnapshot,
     NetSnapshot,
     NodeSnapshot,
+    RequestsSnapshot,
     SlotsSnapshot,
     ThroughputSnapshot,
     WorkerPeerSnapshot,
@@ -86,6 +89,8 @@ class FakeNode:
         self._idle = trio.Event()
         self._idle.set()
         self.status: NodeSnapshot = fake_snapshot()
+        self.events = EventLog()
+        self.running = RequestsSnapshot()
 
     @property
     def settings(self) -> Settings:
@@ -96,6 +101,12 @@ class FakeNode:
         slots = SlotsSnapshot(limits.slots, self.busy, self.waiting, limits.queue)
         pressure = (slots.busy + slots.queued) / slots.total
         return replace(self.status, slots=replace(slots, pressure=pressure))
+
+    def requests_snapshot(self) -> RequestsSnapshot:
+        return self.running
+
+    def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
+        return fake_experts() if self.cards else ()
 
     def ticket(self) -> str:
         return "kvasir1fake"
@@ -250,6 +261,19 @@ def fake_snapshot(**changes: Any) -> NodeSnapshot:
         net=NetSnapshot(),
     )
     return replace(calm, **changes)
+
+
+def fake_experts(layers: int = 6, experts: int = 16) -> tuple[ExpertLayerSnapshot, ...]:
+    """Some of everything: hot and cold ones, held, mapped, at workers and nowhere."""
+    return tuple(
+        ExpertLayerSnapshot(
+            layer,
+            tuple((37 * index + 11 * layer) % 101 for index in range(experts)),
+            "".join("hhhwwm."[(index + layer) % 7] for index in range(experts)),
+            tuple((index + layer) % 3 for index in range(experts)),
+        )
+        for layer in range(layers)
+    )
 
 
 def busy_snapshot() -> NodeSnapshot:

@@ -34,19 +34,18 @@ from kvasir_node.surfaces.answers import (
     model_document,
 )
 from kvasir_node.surfaces.beside import run_beside
-from kvasir_node.surfaces.exchange import Exchange
+from kvasir_node.surfaces.events import EventFeed
+from kvasir_node.surfaces.exchange import Exchange, disconnected, send_part
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
 from kvasir_node.surfaces.page_routes import is_of_page, page_routes
 from kvasir_node.surfaces.phone_page import is_of_phone_page
 from kvasir_node.surfaces.ports import AnswerEvents, LifePort, ModelCard, NodePort
 from kvasir_node.surfaces.pull_answer import PullAnswer
-from kvasir_node.surfaces.sse import DONE, HEARTBEAT, MEDIA_TYPE, Outbox, sse_data
+from kvasir_node.surfaces.sse import DONE, HEADERS, HEARTBEAT, Outbox, sse_data
 
 BODY_TIMEOUT_S = 30.0  # a request's body must have arrived by then
 REQUESTS_MAX = 1024  # under way at once, on all connections
-
-_SSE_HEADERS = [(b"content-type", MEDIA_TYPE), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +72,9 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
             Route("/kvasir/v1/status", api.status),
             Route("/kvasir/v1/peers", api.peers),
             Route("/kvasir/v1/demand", api.demand),
+            Route("/kvasir/v1/experts", api.experts),
+            Route("/kvasir/v1/requests", api.requests),
+            Route("/kvasir/v1/events", api.events),
             Route("/kvasir/v1/pull", api.pull, methods=["POST"]),
             Route("/kvasir/v1/phone", api.invite_phone, methods=["POST"]),
             *life.door.page.routes(),
@@ -98,6 +100,7 @@ class _Api:
 
     def __init__(self, node: NodePort, life: LifePort) -> None:
         self.node, self.life = node, life
+        self._feed = EventFeed(node.events, node.settings.api.heartbeat_s)
 
     async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_document(card) for card in self.node.models()]})
@@ -132,6 +135,15 @@ class _Api:
         if set(body) - {"expires_s"} or not (is_number or expires_s is None):
             raise UsageError('the body must be empty or {"expires_s": SECONDS}', param="expires_s")
         return JSONResponse(self.life.door.invite(self.node, expires_s), headers={"cache-control": "no-store"})
+
+    async def experts(self, request: Request) -> Response:
+        return JSONResponse(views.experts_document(self.node.snapshot(), self.node.experts()))
+
+    async def requests(self, request: Request) -> Response:
+        return JSONResponse(views.requests_document(self.node.requests_snapshot()))
+
+    async def events(self, request: Request) -> Response:
+        return self._feed.answer(request.headers.get("last-event-id", ""))
 
     async def pause(self, request: Request) -> Response:
         self.node.pause()
@@ -191,7 +203,7 @@ class _WholeAnswer(Response):
         self._node, self._request, self._shape = node, request, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await run_beside(lambda: _disconnected(receive), self._collect)
+        response = await run_beside(lambda: disconnected(receive), self._collect)
         if response is not None:
             await response(scope, receive, send)
 
@@ -216,7 +228,7 @@ class _StreamedAnswer(Response):
         self._include_usage, self._heartbeat_s = include_usage, heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_beside(lambda: _disconnected(receive), lambda: self._stream(send))
+        await run_beside(lambda: disconnected(receive), lambda: self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         outbox = Outbox()
@@ -247,10 +259,10 @@ class _StreamedAnswer(Response):
         return None
 
     async def _write(self, outbox: Outbox, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        await _send_part(send, HEARTBEAT)
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send_part(send, HEARTBEAT)
         for document in self._shape.first(self._include_usage):
-            await _send_part(send, sse_data(document))
+            await send_part(send, sse_data(document))
         while not await self._write_one(await outbox.take(self._heartbeat_s), send):
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -258,16 +270,16 @@ class _StreamedAnswer(Response):
     async def _write_one(self, event: AnswerEvent | KvasirError | None, send: Send) -> bool:
         """True after the last event."""
         if event is None:
-            await _send_part(send, HEARTBEAT)
+            await send_part(send, HEARTBEAT)
         elif isinstance(event, KvasirError):
-            await _send_part(send, sse_data(document_of_error(event)))
+            await send_part(send, sse_data(document_of_error(event)))
         elif isinstance(event, Finished):
             last = b"".join(sse_data(document) for document in self._shape.last(event, self._include_usage))
-            await _send_part(send, last + DONE)
+            await send_part(send, last + DONE)
         elif isinstance(event, ChoiceEnded):
-            await _send_part(send, sse_data(self._shape.choice_end(event, self._include_usage)))
+            await send_part(send, sse_data(self._shape.choice_end(event, self._include_usage)))
         else:
-            await _send_part(send, sse_data(self._shape.delta(event, self._include_usage)))
+            await send_part(send, sse_data(self._shape.delta(event, self._include_usage)))
         return isinstance(event, Finished | KvasirError)
 
 
@@ -277,15 +289,6 @@ async def _drain_into(outbox: Outbox, events: AnswerEvents) -> None:
         if isinstance(event, Finished):
             return
     raise BugError("an answer ended without a Finished event")
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read_body(request: Request, bytes_max: int) -> bytes:

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvasir_node.base.events import EventLog
 from kvasir_node.base.generation import AnswerEvent, GenerationRequest
 from kvasir_node.base.settings import Settings
-from kvasir_node.base.snapshot import NodeSnapshot
+from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot, RequestsSnapshot
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.phone_door import PhoneDoor
@@ -54,6 +55,15 @@ class NodePort(Protocol):
     def settings(self) -> Settings: ...
 
     def snapshot(self) -> NodeSnapshot: ...
+
+    @property
+    def events(self) -> EventLog: ...
+
+    def requests_snapshot(self) -> RequestsSnapshot: ...
+
+    def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
+        """Of the model that this node coordinates, layer by layer; empty when it is no coordinator."""
+        ...
 
     def ticket(self) -> str: ...
 

@@ -18,7 +18,7 @@ from kvasir_node.base.generation import AnswerEvent, Finished, TextDelta
 
 HEARTBEAT = b": heartbeat\n\n"
 DONE = b"data: [DONE]\n\n"
-MEDIA_TYPE = b"text/event-stream"
+HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 
 def sse_data(document: dict[str, Any]) -> bytes:

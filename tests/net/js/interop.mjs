@@ -1,6 +1,6 @@
 // js-libp2p against one address of ours: ping, identify, then BYTES random bytes echoed on /test/echo/1.
-// node interop.mjs MULTIADDR BYTES; prints one JSON line, or ends with the error.
-import './polyfill.mjs'
+// node --input-type=module - MULTIADDR BYTES <interop.mjs, where the packages of kvasir_node/phone are; prints one JSON
+// line, or ends with the error.
 import { randomBytes } from 'node:crypto'
 import { identify } from '@libp2p/identify'
 import { noise } from '@libp2p/noise'
@@ -10,6 +10,13 @@ import { webSockets } from '@libp2p/websockets'
 import { yamux } from '@libp2p/yamux'
 import { multiaddr } from '@multiformats/multiaddr'
 import { createLibp2p } from 'libp2p'
+
+// js-libp2p wants Promise.withResolvers, which Node.js has from version 22 on.
+Promise.withResolvers ??= function () {
+  let resolve, reject
+  const promise = new Promise((a, b) => { resolve = a; reject = b })
+  return { promise, resolve, reject }
+}
 
 const [address, bytes] = process.argv.slice(2)
 const node = await createLibp2p({

@@ -12,6 +12,7 @@ import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ class PhoneSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    level: str = "info"  # debug | info | warning | error
+    level: str = "info"  # debug | info | warning | error; of single parts too, such as info,net=debug,market=warning
     format: str = "auto"  # auto | console | json
 
 
@@ -220,9 +221,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "fanout.verify": ("sample", "double"),
     "fanout.wire": ("compute", "bfloat16", "int8"),
     "network.upnp": ("auto", "off"),
-    "log.level": ("debug", "info", "warning", "error"),
     "log.format": ("auto", "console", "json"),
 }
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_PARTS = ("api", "fanout", "market", "model", "net", "store")  # of the program; surfaces/log.py says what is in each
 _MAY_BE_ZERO = {
     "compute.answer_delay_s",
     "coordinator.queue",
@@ -322,6 +324,34 @@ def load_settings(
     return replace(settings, origins=origins)
 
 
+def setting_choices(key: str) -> tuple[str, ...]:
+    """The values that a setting can have, where they are words or true and false; else none."""
+    section, _, name = key.partition(".")
+    if isinstance(getattr(getattr(Settings(), section, None), name, None), bool):
+        return ("true", "false")
+    return {**_CHOICES, "node.roles": ROLES, "log.level": LOG_LEVELS}.get(key, ())
+
+
+def log_levels(text: str) -> tuple[str, dict[str, str]]:
+    """ "info,net=debug" -> ("info", {"net": "debug"}); without a level of its own all else is at info.
+
+    Raises UsageError.
+    """
+    base, parts = "info", dict[str, str]()
+    for item in (item.strip() for item in text.split(",")):
+        part, equals, level = item.rpartition("=")
+        if level not in LOG_LEVELS or (equals and part not in LOG_PARTS):
+            raise UsageError(
+                f"setting log.level is one of {', '.join(LOG_LEVELS)}, or such a level for a part as well, such as "
+                f"info,net=debug (parts: {', '.join(LOG_PARTS)}); got {text[:80]!r}"
+            )
+        if equals:
+            parts[part] = level
+        else:
+            base = level
+    return base, parts
+
+
 def setting_keys() -> tuple[str, ...]:
     defaults = Settings()
     return tuple(f"{section}.{f.name}" for section in SECTIONS for f in fields(getattr(defaults, section)))
@@ -367,12 +397,23 @@ def _read_file(path: Path | None, *, required: bool) -> dict[str, Any]:
 def _with(settings: Settings, key: str, value: Any, origin: str) -> Settings:
     section, _, name = key.partition(".")
     if section not in SECTIONS:
-        raise UsageError(f"unknown section in setting {key!r} ({origin}); known sections: {', '.join(SECTIONS)}")
+        raise UsageError(
+            f"unknown section in setting {key!r} ({origin}){_meant(key)}; known sections: {', '.join(SECTIONS)}"
+        )
     part: Any = getattr(settings, section)
     hints = typing.get_type_hints(part.__class__)
     if name not in hints:
-        raise UsageError(f"unknown setting {key!r} ({origin}); section {section} has: {', '.join(hints)}")
+        raise UsageError(f"unknown setting {key!r} ({origin}){_meant(key)}; section {section} has: {', '.join(hints)}")
     return replace(settings, **{section: replace(part, **{name: _checked(key, hints[name], value, origin)})})
+
+
+def _meant(key: str) -> str:
+    """The nearest keys: as they are written, and those of the same name in other sections."""
+    keys = setting_keys()
+    found = [each for each in keys if each.partition(".")[2] == key.partition(".")[2]] or get_close_matches(
+        key, keys, 2
+    )
+    return f", did you mean {' or '.join(found)}?" if found else ""
 
 
 def _checked(key: str, kind: Any, value: Any, origin: str) -> Any:
@@ -391,6 +432,8 @@ def _checked(key: str, kind: Any, value: Any, origin: str) -> Any:
             raise wrong
         if key in _CHOICES and value not in _CHOICES[key]:
             raise UsageError(f"setting {key} ({origin}) must be one of {', '.join(_CHOICES[key])}; got {value!r}")
+        if key == "log.level":
+            log_levels(value)
         if key == "node.device" and not _DEVICE.match(value):
             raise UsageError(f"setting {key} ({origin}) must be auto, cpu or cuda:N; got {value!r}")
         return value

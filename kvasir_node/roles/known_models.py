@@ -32,8 +32,17 @@ def locate_model(data_dir: Path, ref: str) -> Path | None:
         return _existing(Path(ref))
     if _is_model_id(ref):
         return None
-    known = ", ".join([DEMO, *(e.name for e in (catalog.list() if catalog is not None else ()) if e.name != DEMO)])
+    known = ", ".join(_names(catalog))
     raise NotFoundError(f"no model {ref!r} here; known: {known}; `kvasir-node add PATH` adds one", param="model")
+
+
+def known_names(data_dir: Path) -> list[str]:
+    """The models of `ls`, by name. Raises as `locate_model`."""
+    return _names(_catalog(data_dir))
+
+
+def _names(catalog: Catalog | None) -> list[str]:
+    return [DEMO, *(each.name for each in (catalog.list() if catalog is not None else ()) if each.name != DEMO)]
 
 
 def _catalog(data_dir: Path) -> Catalog | None:

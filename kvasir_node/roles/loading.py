@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INT8 = "int8"
 SWITCH_INTERVAL_S = 0.0005  # Python's own is ten times that: as long as a whole forward of a small model
+PROGRESS_INTERVAL_S = 2.0  # between two lines of one progress
 FREE_MEMORY_RATIO = 0.6  # of what the trunk leaves free, for experts: caches, answers and other programs need some too
 
 
@@ -113,9 +116,8 @@ def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedMode
             memory_bytes >> 20,
         )
     threads = Threads(thread_count(settings.node.threads))
-    shard = load_from_checkpoint(
-        checkpoint, spread_over_layers(wanted, count), dtype, device, threads, stored=empty.stored
-    )
+    told = _told(spread_over_layers(wanted, count), f"loading {manifest.name}: experts")
+    shard = load_from_checkpoint(checkpoint, told, dtype, device, threads, stored=empty.stored)
     held = {layer: shard.held(layer) for layer in checkpoint.layers}
     borrowed_bytes_max = memory_bytes - count * expert_bytes
     return LoadedModel(
@@ -129,6 +131,27 @@ def load_model(path: Path, manifest: Manifest, settings: Settings) -> LoadedMode
         threads,
         _measured_error(checkpoint) if stored is torch.int8 else None,
     )
+
+
+class LoggedProgress:
+    """One line in the log every few seconds of what takes longer; runs in any thread."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+        self._said_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= PROGRESS_INTERVAL_S:
+            self._said_at = now
+            logger.info("%s: %d %%", self._words, 100 * done // max(1, total))
+
+
+def _told(experts: Collection[ExpertId], words: str) -> Iterator[ExpertId]:
+    progress = LoggedProgress(words)
+    for number, expert in enumerate(experts):
+        progress(number, len(experts))
+        yield expert
 
 
 def _measured_error(checkpoint: Checkpoint) -> float | None:

@@ -61,7 +61,7 @@ from kvasir_node.roles.hub import DEMAND_KIND, Hub
 from kvasir_node.roles.ledger_file import FILE_NAME as LEDGER_FILE_NAME
 from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
-from kvasir_node.roles.loading import LoadedModel, load_model, prepare_kernels, use_threads
+from kvasir_node.roles.loading import LoadedModel, LoggedProgress, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
 from kvasir_node.roles.missing_experts import MissingExperts
@@ -537,7 +537,8 @@ def _open_model(settings: Settings, catalog: Catalog, store: BlockStore) -> Load
 
 
 def _load_model(settings: Settings, catalog: Catalog, store: BlockStore) -> LoadedModel:
-    entry = catalog.open(settings.coordinator.model)
+    wanted = settings.coordinator.model
+    entry = catalog.open(wanted, progress=LoggedProgress(f"indexing {wanted}"))
     if entry.path is None:
         raise DataError(f"{entry.name} is known by its blocks only; join a swarm that has it with --join TICKET")
     manifest = decode_manifest(read_block(store, Cid(entry.model)))

@@ -7,46 +7,64 @@ It does not know how a node works. Nothing heavy is imported before a verb needs
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from kvasir_node import __version__
-from kvasir_node.base.errors import Unreachable, UsageError
+from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings, data_dir_of, default_config_path, environment, load_settings
 from kvasir_node.surfaces.bench import bench_app
-from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of, say
+from kvasir_node.surfaces.command_parts import JsonFlag, ModelArgument, SetOption, print_json
+from kvasir_node.surfaces.completion import complete_log_format, complete_log_level, complete_role
+from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of
 from kvasir_node.surfaces.library_commands import library_app
+from kvasir_node.surfaces.life_commands import life_app
+from kvasir_node.surfaces.reading_commands import reading_app
+from kvasir_node.surfaces.run_command import run_app
 from kvasir_node.surfaces.sim_command import sim_app
 from kvasir_node.surfaces.ticket_command import node_file, ticket_app
 
 if TYPE_CHECKING:
-    from kvasir_node.surfaces.client import NodeClient
     from kvasir_node.surfaces.ports import NodePort
 
-UNHEALTHY = 4
-MAX_TOKENS_OF_RUN = 256
+_ORDER = (  # of the verbs in the help: as they are met
+    *("up", "run", "add", "pull", "ls", "rm", "verify"),
+    *("status", "ps", "peers", "demand", "top", "doctor", "pause", "resume", "drain", "stop"),
+    *("ticket", "id", "config", "bench", "sim"),
+)
+
+
+class _Verbs(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        rank = {name: place for place, name in enumerate(_ORDER)}
+        return sorted(super().list_commands(ctx), key=lambda name: rank.get(name, len(rank)))
+
 
 app = typer.Typer(
+    cls=_Verbs,
     help="A peer-to-peer node that serves Mixture-of-Experts models larger than any of its machines.",
     no_args_is_help=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Settings: where they are, and where each value comes from.", rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(library_app)
+app.add_typer(life_app)
+app.add_typer(reading_app)
+app.add_typer(run_app)
 app.add_typer(sim_app)
 app.add_typer(ticket_app)
 
@@ -69,18 +87,23 @@ def _option(metavar: str, help_: str) -> Any:
     return typer.Option(metavar=metavar, help=help_)
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-UrlOption = Annotated[str | None, typer.Option("--url", help="A running node's API, such as http://127.0.0.1:9480.")]
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="demo, an id or name from ls, or a path.")]
-
-
 @app.callback(invoke_without_command=True)
 def _globals(
     context: typer.Context,
     config: Annotated[Path | None, _option("PATH", "Settings file.")] = None,
     data_dir: Annotated[Path | None, _option("PATH", "Keys, models and blocks of this node.")] = None,
-    log_level: Annotated[str | None, _option("LEVEL", "debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, _option("FORMAT", "auto, console or json.")] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVEL",
+            help="debug, info, warning or error; of parts too: info,net=debug.",
+            autocompletion=complete_log_level,
+        ),
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="auto, console or json.", autocompletion=complete_log_format),
+    ] = None,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours (NO_COLOR works too).")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -98,7 +121,14 @@ def _globals(
 def up(
     context: typer.Context,
     model: ModelArgument = None,
-    role: Annotated[list[str] | None, _option("ROLE", "coordinator, hub, worker; repeatable or a comma list.")] = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE",
+            help="coordinator, hub, worker; repeatable or a comma list.",
+            autocompletion=complete_role,
+        ),
+    ] = None,
     headless: Annotated[bool, typer.Option("--headless", help="No screen: one JSON line when ready.")] = False,
     join: Annotated[list[str] | None, _option("TICKET", "A ticket or multiaddr of a swarm; repeatable.")] = None,
     api: Annotated[str | None, _option("HOST:PORT", "Where the HTTP API listens; port 0 = any.")] = None,
@@ -111,7 +141,7 @@ def up(
     device: Annotated[str | None, _option("DEVICE", "auto, cpu or cuda:N.")] = None,
     threads: Annotated[str | None, _option("N", "torch threads of each computing thread.")] = None,
     name: Annotated[str | None, _option("NAME", "Shown to other peers.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
+    set_: SetOption = None,
     new_swarm: Annotated[bool, typer.Option("--new-swarm", help="Leave the swarm for a new one of its own.")] = False,
     new_secret: Annotated[
         bool, typer.Option("--new-secret", help="Replace the swarm's secret: old tickets end, by and by.")
@@ -153,7 +183,7 @@ def up(
                 check_settings(context.obj.settings(given))
 
             raise typer.Exit(_run_node(settings, renewal, recheck, headless=headless, no_color=context.obj.no_color))
-        _print_json({"schema": "kvasir.dry_run/1", "settings": settings_document(settings)})
+        print_json({"schema": "kvasir.dry_run/1", "settings": settings_document(settings)})
 
 
 def _assignments(texts: Sequence[str], flags: dict[str, Any]) -> dict[str, str]:
@@ -175,16 +205,22 @@ def _run_node(settings: Settings, renewal: str, recheck: Callable[[], None], *, 
 
     from kvasir_node.surfaces import log, screen
     from kvasir_node.surfaces.app import run_up
+    from kvasir_node.surfaces.progress import waiting
 
     shown = not headless and screen.can_show_screen(no_color)
     lines = log.pane()
     log.set_up_logging(settings.log, lines=lines if shown else None)
-    if shown:
-        say("starting; the screen opens when the node is ready")
-    view = partial(screen.terminal_screen, no_color=no_color) if shown else None
-    return trio.run(
-        partial(run_up, partial(_open_node, renewal), settings, screen=view, log_lines=lines, recheck=recheck)
-    )
+    with ExitStack() as starting:
+
+        def view(node: NodePort, api: str | None, lines: deque[str]) -> AbstractAsyncContextManager[trio.Event]:
+            starting.close()
+            return screen.terminal_screen(node, api, lines, no_color=no_color)
+
+        if shown:
+            newest = partial(log.newest_message, lines, "starting; the screen opens when the node is ready")
+            starting.enter_context(waiting(newest, no_color=no_color))
+        run = partial(run_up, partial(_open_node, renewal), settings, log_lines=lines, recheck=recheck)
+        return trio.run(partial(run, screen=view if shown else None))
 
 
 def _open_node(renewal: str, settings: Settings) -> AbstractAsyncContextManager[NodePort]:
@@ -213,159 +249,6 @@ def _end_at_once(number: int, frame: object) -> NoReturn:
     os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
 
-@app.command()
-def run(
-    context: typer.Context,
-    model: ModelArgument = None,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Without it: a chat, or stdin.")] = None,
-    url: UrlOption = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of each answer at most; 0 = as many as the context holds.")
-    ] = MAX_TOKENS_OF_RUN,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 = always the likeliest token.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
-) -> None:
-    """One answer, or a chat, through a running node; starts a private one if none runs."""
-    from kvasir_node.surfaces.talk import Conversation
-
-    given = {"max_tokens": max_tokens or None, "temperature": temperature, "seed": seed}
-    options = {key: value for key, value in given.items() if value is not None}
-    with _node_for_run(context.obj.settings(), url, model) as (client, served):
-        talk = Conversation(client, served, options)
-        if prompt is not None:
-            talk.ask(prompt, sys.stdout)
-        elif sys.stdin.isatty():
-            say("end with Ctrl-D")
-            talk.chat(_typed_lines(), sys.stdout)
-        else:
-            talk.ask(sys.stdin.read(), sys.stdout)
-
-
-def _typed_lines() -> Any:
-    try:
-        while True:
-            yield input(">>> ")
-    except EOFError:
-        print()
-
-
-@contextmanager
-def _node_for_run(settings: Settings, url: str | None, model: str | None) -> Iterator[tuple[NodeClient, str | None]]:
-    """A node, and the name to ask it by: of a private one, the only model that it has."""
-    from kvasir_node.surfaces.client import NodeClient
-    from kvasir_node.surfaces.talk import private_node
-
-    client = _running_node(settings, url)
-    if client is not None:
-        with client:
-            yield client, model
-        return
-    folder = _folder_for_run(data_dir_of(settings), model or settings.coordinator.model)
-    say("no node runs here: starting a private one for this command")
-    with private_node(folder) as private_url, NodeClient(private_url, settings.api.key) as client:
-        yield client, None
-
-
-def _running_node(settings: Settings, url: str | None) -> NodeClient | None:
-    """None when no node answers; with `url` that raises Unreachable."""
-    from kvasir_node.surfaces.client import NodeClient, node_url
-
-    try:
-        client = NodeClient(node_url(settings, url), settings.api.key)
-        client.get("/health")
-    except Unreachable:
-        if url is not None:
-            raise
-        return None
-    return client
-
-
-def _folder_for_run(data_dir: Path, model: str) -> Path | None:
-    """None = the embedded model; raises UsageError for a model that is not whole on this disk."""
-    from kvasir_node.roles.known_models import locate_model
-    from kvasir_node.store.catalog import DEMO
-
-    folder = locate_model(data_dir, model)
-    if folder is None and model != DEMO:
-        raise UsageError(f"{model} is not on this disk; `kvasir-node up {model} --join TICKET` fetches it")
-    return folder
-
-
-@app.command()
-def status(
-    context: typer.Context,
-    url: UrlOption = None,
-    as_json: JsonFlag = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit 4 when the node is unhealthy or warns.")] = False,
-) -> None:
-    """This node, warnings first."""
-    from kvasir_node.surfaces.reports import status_text
-
-    with _client(context, url) as client:
-        document = client.get("/kvasir/v1/status")
-    _print_json(document) if as_json else print(status_text(document))
-    serving = "coordinator" not in document.get("roles", ()) or document.get("model") is not None
-    if check and (document.get("warnings") or not serving):
-        raise typer.Exit(UNHEALTHY)
-
-
-@app.command()
-def peers(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
-    """The peers of this node, and how its workers do."""
-    from kvasir_node.surfaces.reports import peers_text
-
-    with _client(context, url) as client:
-        document = client.get("/kvasir/v1/peers")
-    _print_json(document) if as_json else print(peers_text(document))
-
-
-@app.command()
-def demand(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
-    """Which slices of experts are wanted, as this node's hub sees it."""
-    from kvasir_node.surfaces.reports import demand_text
-
-    with _client(context, url) as client:
-        document = client.get("/kvasir/v1/demand")
-    _print_json(document) if as_json else print(demand_text(document))
-
-
-@app.command()
-def pause(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
-    """This node's worker gives back what it holds, in good order, and takes nothing new until `resume`."""
-    _tell_worker(context, url, "pause", as_json)
-
-
-@app.command()
-def resume(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
-    """This node's worker may work again, as far as its settings allow."""
-    _tell_worker(context, url, "resume", as_json)
-
-
-def _tell_worker(context: typer.Context, url: str | None, verb: str, as_json: bool) -> None:
-    with _client(context, url) as client:
-        document = client.post(f"/kvasir/v1/{verb}")
-    worker = document["worker"]
-    why = f": {worker['reason']}" if worker["reason"] else ""
-    _print_json(document) if as_json else print(f"{worker['state']}{why}")
-
-
-@app.command()
-def doctor(context: typer.Context, url: UrlOption = None, as_json: JsonFlag = False) -> None:
-    """What may be wrong here, and what to do about it: disk, memory, kernels, ports, clock, how others reach us."""
-    from kvasir_node.surfaces.doctor import FAIL, doctor_document, doctor_text, examine
-
-    settings = context.obj.settings()
-    client = _running_node(settings, url)
-    if client is None:
-        checks = examine(settings, None, None)
-    else:
-        with client:
-            checks = examine(settings, client.get("/kvasir/v1/status"), client.get("/kvasir/v1/peers"))
-    _print_json(doctor_document(checks)) if as_json else print(doctor_text(checks))
-    if any(check.level == FAIL for check in checks):
-        raise typer.Exit(UNHEALTHY)
-
-
 @app.command("id")
 def id_(context: typer.Context, as_json: JsonFlag = False) -> None:
     """This node's peer id, whether it runs or not."""
@@ -373,7 +256,7 @@ def id_(context: typer.Context, as_json: JsonFlag = False) -> None:
 
     key = data_dir_of(context.obj.settings()) / KEY_NAME
     peer_id = _peer_id_of(key) if key.exists() else node_file(context).peer_id
-    _print_json({"schema": "kvasir.id/1", "peer_id": peer_id}) if as_json else print(peer_id)
+    print_json({"schema": "kvasir.id/1", "peer_id": peer_id}) if as_json else print(peer_id)
 
 
 def _peer_id_of(key: Path) -> str:
@@ -395,7 +278,7 @@ def config_show(context: typer.Context, as_json: JsonFlag = False) -> None:
 
     settings = context.obj.settings()
     if as_json:
-        _print_json({"schema": "kvasir.config/1", "settings": settings_document(settings)})
+        print_json({"schema": "kvasir.config/1", "settings": settings_document(settings)})
     else:
         print(settings_text(settings), end="")
 
@@ -415,17 +298,6 @@ def config_init(context: typer.Context) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     print(path)
-
-
-def _client(context: typer.Context, url: str | None) -> NodeClient:
-    from kvasir_node.surfaces.client import NodeClient, node_url
-
-    settings = context.obj.settings()
-    return NodeClient(node_url(settings, url), settings.api.key)
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, ensure_ascii=False))
 
 
 _GLOBAL_VALUES = ("--config", "--data-dir", "--log-level", "--log-format")

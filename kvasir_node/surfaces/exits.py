@@ -16,6 +16,7 @@ import typer
 from kvasir_node.base.errors import BugError, KvasirError, UsageError
 
 FAILED = 1
+UNHEALTHY = 4
 RESTART = 75  # BSD's EX_TEMPFAIL: not wrong, start it again
 INTERRUPTED = 130
 

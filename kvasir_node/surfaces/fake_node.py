@@ -158,7 +158,8 @@ class FakeNode:
 
     def begin_drain(self) -> None:
         self._draining = True
-        self.status = replace(self.status, draining=True)
+        worker = self.status.worker and replace(self.status.worker, state="paused", leases=(), slices=())
+        self.status = replace(self.status, worker=worker, draining=True)
 
     async def drain(self) -> None:
         self.begin_drain()

@@ -5,9 +5,9 @@ It does not know how models are indexed, fetched or checked. Nothing heavy is im
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +15,19 @@ import typer
 
 from kvasir_node.base.errors import DataError, KvasirError, Unreachable, UsageError
 from kvasir_node.base.settings import Settings, data_dir_of
+from kvasir_node.surfaces.command_parts import JsonFlag, print_json
+from kvasir_node.surfaces.completion import complete_model
+from kvasir_node.surfaces.progress import progress
+from kvasir_node.surfaces.words import short_id, size_text
 
 if TYPE_CHECKING:
     from kvasir_node.roles.upkeep import Verified
     from kvasir_node.surfaces.client import NodeClient
 
 DEMO = "demo"
+WIDE_CELLS = 120  # of a terminal that shows whole ids
 library_app = typer.Typer(rich_markup_mode=None)
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="A name or id from ls.")]
+RefArgument = Annotated[str, typer.Argument(metavar="REF", help="A name or id from ls.", autocompletion=complete_model)]
 
 
 @library_app.command()
@@ -32,13 +36,16 @@ def add(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint.")],
     name: Annotated[str | None, typer.Option(help="Its name here; the folder's by default.")] = None,
 ) -> None:
-    """Index a checkpoint where it lies, copying nothing, and print its model id."""
+    """Index a checkpoint where it lies, and print its model id.
+
+    Nothing is copied.
+    """
     from kvasir_node.roles.library import open_library
 
     _, catalog = open_library(context.obj.settings())
     before = next((each for each in catalog.list() if each.path == path.absolute()), None)
-    with _Percent() as percent:
-        entry = catalog.add(path, name=name, progress=percent)
+    with progress(f"indexing {path.name}", no_color=context.obj.no_color) as advance:
+        entry = catalog.add(path, name=name, progress=advance)
     if before is not None and before.model != entry.model:
         print(f"replaces {before.name} {before.model}: another name or other files, another id", file=sys.stderr)
     print(entry.model)
@@ -69,11 +76,19 @@ def ls(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         own_bytes = sum(size for _, size in store.own())
         blocks = {"bytes": own_bytes, "quota_bytes": settings.store.quota_bytes}
-        _print_json({"schema": "kvasir.models/1", "models": models, "blocks": blocks})
+        print_json({"schema": "kvasir.models/1", "models": models, "blocks": blocks})
         return
+    print("\n".join(_models_lines(models, shutil.get_terminal_size((WIDE_CELLS, 24)).columns)))
+
+
+def _models_lines(models: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Ids are shown in full where there is room, as in a pipe."""
+    id_of = (lambda text: text) if width >= WIDE_CELLS else short_id
+    id_cells = max(len(id_of(model["id"] or "-")) for model in models)
+    yield f"{'NAME':<24} {'SIZE':>9} {'ID':<{id_cells}} PLACE"
     for model in models:
-        where = f"{model['path'] or '(blocks)'}{'  (missing)' if model['missing'] else ''}"
-        print(f"{model['name']:<24} {_size(model['bytes']):>9} {model['id'] or '-':<59} {where}")
+        place = f"{model['path'] or '(blocks)'}{'  (missing)' if model['missing'] else ''}"
+        yield f"{model['name']:<24} {size_text(model['bytes']):>9} {id_of(model['id'] or '-'):<{id_cells}} {place}"
 
 
 @library_app.command()
@@ -81,14 +96,21 @@ def pull(
     context: typer.Context,
     ref: Annotated[str, typer.Argument(metavar="REF", help="A model's id, or hf:ORG/NAME[@REVISION].")],
 ) -> None:
-    """Fetch a model by its id through the running node, or a checkpoint from the Hugging Face hub; print its id."""
-    settings = context.obj.settings()
-    print(_pull_from_hub(settings, ref) if ref.startswith("hf:") else _pull(settings, ref))
+    """Fetch a model through the running node, and print its id.
+
+    A checkpoint of the Hugging Face hub (hf:...) needs no node.
+    """
+    settings, no_color = context.obj.settings(), context.obj.no_color
+    fetch = _pull_from_hub if ref.startswith("hf:") else _pull
+    print(fetch(settings, ref, no_color=no_color))
 
 
 @library_app.command()
 def rm(context: typer.Context, ref: RefArgument) -> None:
-    """Forget a model and free the room of what was fetched of it; a checkpoint that was added stays where it is."""
+    """Forget a model, and free what was fetched of it.
+
+    A checkpoint that was added stays where it is.
+    """
     from kvasir_node.roles.library import models_dir, open_library
     from kvasir_node.roles.upkeep import remove
 
@@ -97,33 +119,40 @@ def rm(context: typer.Context, ref: RefArgument) -> None:
     entry = catalog.find(ref)
     _refuse_in_use(settings, ref if entry is None else entry.model)
     freed = remove(store, catalog, models_dir(settings), ref)
-    print(f"{ref}: {_size(freed)} freed", file=sys.stderr)
+    print(f"{ref}: {size_text(freed)} freed", file=sys.stderr)
 
 
 @library_app.command()
 def verify(
     context: typer.Context,
-    ref: Annotated[str | None, typer.Argument(metavar="REF", help="A name or id from ls; all without it.")] = None,
+    ref: Annotated[
+        str | None,
+        typer.Argument(metavar="REF", help="A name or id from ls; all without it.", autocompletion=complete_model),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every byte and compare it with its address; what is damaged is fetched again through a running node."""
+    """Compare every byte here with its address.
+
+    What is damaged is fetched again through a running node.
+    """
     from kvasir_node.roles.library import models_dir, open_library
     from kvasir_node.roles.upkeep import verify as verify_library
 
     settings = context.obj.settings()
     store, catalog = open_library(settings)
-    with _Percent() as percent:
-        found = verify_library(store, catalog, models_dir(settings), ref, percent)
-    mended, left = _mend(settings, found)
+    no_color = context.obj.no_color
+    with progress("reading", no_color=no_color) as advance:
+        found = verify_library(store, catalog, models_dir(settings), ref, advance)
+    mended, left = _mend(settings, found, no_color=no_color)
     if as_json:
-        _print_json(_verified_document(found, mended))
+        print_json(_verified_document(found, mended))
     else:
         print(_verified_text(found, mended))
     if left:
         raise DataError("; ".join(left))
 
 
-def _mend(settings: Settings, found: Verified) -> tuple[list[str], list[str]]:
+def _mend(settings: Settings, found: Verified, *, no_color: bool) -> tuple[list[str], list[str]]:
     """(ids of models that were fetched again, what is left to do in words)."""
     mended: list[str] = []
     left = [
@@ -132,7 +161,7 @@ def _mend(settings: Settings, found: Verified) -> tuple[list[str], list[str]]:
     ]
     for model in found.to_fetch:
         try:
-            mended.append(_pull(settings, model))
+            mended.append(_pull(settings, model, no_color=no_color))
         except KvasirError as error:
             left.append(f"{model} is damaged and could not be fetched again: {error}")
     return mended, left
@@ -149,40 +178,40 @@ def _verified_document(found: Verified, mended: list[str]) -> dict[str, Any]:
 
 
 def _verified_text(found: Verified, mended: list[str]) -> str:
-    lines = [f"{_size(found.checked_bytes)} read"]
+    lines = [f"{size_text(found.checked_bytes)} read"]
     lines += [f"damaged and deleted: block {cid}; it is fetched again when it is needed" for cid in found.dropped]
     lines += [f"damaged: {path}, {count} blocks" for path, count in found.damaged]
     lines += [f"fetched again: {model}" for model in mended]
     return "\n".join(lines if len(lines) > 1 else [f"{lines[0]}, all of it right"])
 
 
-def _pull(settings: Settings, ref: str) -> str:
+def _pull(settings: Settings, ref: str, *, no_color: bool) -> str:
     model = ""
-    with _client(settings) as client, _Percent() as percent:
+    with _client(settings) as client, progress("fetching", no_color=no_color) as advance:
         for document in client.pull(ref):
             model = document.get("id", model)
             if document.get("total"):
-                percent(document["done"], document["total"])
+                advance(document["done"], document["total"])
     if not model:
         raise Unreachable("the node ended before the model had come; what came is kept, so pull again")
     return model
 
 
-def _pull_from_hub(settings: Settings, ref: str) -> str:
+def _pull_from_hub(settings: Settings, ref: str, *, no_color: bool) -> str:
     """A newer snapshot of a repository takes the name of the one before it."""
     from kvasir_node.roles.hugging_face import fetch_checkpoint, parse_hub_ref
     from kvasir_node.roles.library import open_library
 
     wanted = parse_hub_ref(ref)
     _, catalog = open_library(settings)
-    with _Percent() as percent:
-        folder = fetch_checkpoint(wanted, percent)
+    with progress(f"fetching {wanted.name}", no_color=no_color) as advance:
+        folder = fetch_checkpoint(wanted, advance)
     print(f"{ref} is at {folder}", file=sys.stderr)
     before = catalog.find(wanted.name)
     if before is not None and before.path is not None and before.path != folder and before.path.parent == folder.parent:
         catalog.remove(before.model)
-    with _Percent() as percent:
-        return catalog.add(folder, name=wanted.name, progress=percent).model
+    with progress(f"indexing {wanted.name}", no_color=no_color) as advance:
+        return catalog.add(folder, name=wanted.name, progress=advance).model
 
 
 def _refuse_in_use(settings: Settings, model: str) -> None:
@@ -204,39 +233,3 @@ def _client(settings: Settings) -> NodeClient:
     from kvasir_node.surfaces.client import NodeClient, node_url
 
     return NodeClient(node_url(settings, None), settings.api.key)
-
-
-class _Percent:
-    """Progress on a terminal's stderr; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown: Callable[[str], None] | None = _write_stderr if sys.stderr.isatty() else None
-        self._last = -1
-
-    def __enter__(self) -> _Percent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown is not None and self._last >= 0:
-            self._shown("\n")
-
-    def __call__(self, done: int, total: int) -> None:
-        percent = 100 * done // max(total, 1)
-        if self._shown is not None and percent != self._last:
-            self._last = percent
-            self._shown(f"\r{percent:3d} %")
-
-
-def _write_stderr(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
-
-
-def _size(nbytes: int) -> str:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):.1f} {unit}"
-    return f"{nbytes} B"
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, ensure_ascii=False))

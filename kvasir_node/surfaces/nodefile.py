@@ -53,6 +53,26 @@ def _lock(handle: int, data_dir: Path) -> None:
         raise UsageError(f"a node already runs on {data_dir}; give this one another --data-dir") from error
 
 
+def is_claimed(data_dir: Path) -> bool:
+    """Whether a process holds it now."""
+    try:
+        handle = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def is_running(data_dir: Path, pid: int) -> bool:
+    """Whether that process, which held the directory, has not ended; one that nobody has waited for has."""
+    return _is_alive(pid) and is_claimed(data_dir)
+
+
 def write_node_file(data_dir: Path, found: NodeFile) -> None:
     """Atomic, mode 0600."""
     path = data_dir / FILE_NAME

@@ -83,6 +83,40 @@ def work_left(status: Document) -> str:
     return ", ".join(counted(count, noun) for count, noun in running if count)
 
 
+def loaded_document(status: Document, requests: Document) -> dict[str, Any]:
+    """What `ps` shows, of two of the API's documents."""
+    keys = ("model", "slots", "worker", "draining")
+    return {"schema": "kvasir.ps/1", **{key: status[key] for key in keys}, "requests": requests["running"]}
+
+
+def ps_text(document: Document) -> str:
+    return "\n".join([*_loaded_lines(document), *_request_lines(document["requests"])])
+
+
+def _loaded_lines(document: Document) -> Iterator[str]:
+    yield f"{'LOADED':<24} {'FOR':<12} {'SLICES':>9}  STATE"
+    model, worker, slots = document["model"], document["worker"], document["slots"]
+    if model:
+        held = f"{model['slices_held']}/{model['slices']}"
+        state = f"{'draining, ' if document['draining'] else ''}{slots['busy']}/{slots['total']} slots busy"
+        yield f"{clean(model['name'], 24):<24} {'answers':<12} {held:>9}  {state}"
+    if worker and (worker["slices"] or worker["leases"]):
+        yield f"{'experts':<24} {'other nodes':<12} {len(worker['slices']):>9}  {worker['state']}"
+    if not model and not (worker and worker["leases"]):
+        yield "nothing"
+
+
+def _request_lines(requests: Sequence[Document]) -> Iterator[str]:
+    yield ""
+    if not requests:
+        yield "no request under way"
+        return
+    yield f"{'REQUEST':<9} {'STATE':<8} {'PROMPT':>7} {'ANSWER':>7} {'ANSWERS':>7} {'AGE':>7}"
+    for each in requests:
+        row = f"{each['request']:<9} {each['state']:<8} {each['prompt_tokens']:>7} {each['answer_tokens']:>7}"
+        yield f"{row} {each['choices']:>7} {duration_text(each['age_s']):>7}"
+
+
 def peers_text(peers: Document) -> str:
     net = peers["net"]
     lines = [f"{counted(net['peers'], 'peer')}: {net['direct']} direct, {net['relayed']} relayed"]

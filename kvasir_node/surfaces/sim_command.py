@@ -31,7 +31,10 @@ def sim(
     replay: Annotated[int | None, typer.Option(metavar="SEED", help="Repeats the run of that seed exactly.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """A swarm of thousands of nodes in virtual time, by the very code that decides in a real one."""
+    """A swarm of thousands of nodes in virtual time.
+
+    The very code decides that does so in a real one.
+    """
     from kvasir_node.sim.run import simulate
     from kvasir_node.sim.scenarios import SCENARIOS
 

@@ -6,6 +6,7 @@ It does not know HTTP (client.py does) nor what a node is made of: the private o
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,15 +15,39 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.store.catalog import DEMO
 from kvasir_node.surfaces.client import NodeClient
+from kvasir_node.surfaces.progress import waiting
 
+ANSWER_SCHEMA = "kvasir.answer/1"
+CHAT_SCHEMA = "kvasir.chat/1"
 READY_TIMEOUT_S = 120.0  # loading a model from a slow disk
 STOP_TIMEOUT_S = 15.0
 LOG_TAIL_CHARACTERS = 2000
+
+
+@dataclass
+class Said:
+    """One answer: its text so far, and what its last chunks tell of it."""
+
+    model: str
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, int] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "schema": ANSWER_SCHEMA,
+            "model": self.model,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "kvasir": self.facts,
+        }
 
 
 @dataclass
@@ -33,26 +58,32 @@ class Conversation:
     model: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
+    system: str = ""
 
-    def ask(self, text: str, out: TextIO) -> None:
-        """Streams one answer to `out`, and keeps it for the next question."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        body = {"model": self._model_name(), "messages": asked, **self.options}
-        parts: list[str] = []
-        with closing(self.client.stream_chat(body)) as chunks:
-            for part in filter(None, map(_text_of, chunks)):
-                parts.append(part)
-                out.write(part)
-                out.flush()
-        out.write("\n")
-        out.flush()
-        self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+    def ask(self, text: str, out: TextIO | None = None) -> Said:
+        """Streams one answer to `out`, and keeps it for the next question; also what came before an interrupt."""
+        said = Said(self._model_name())
+        question = {"role": "user", "content": text}
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": said.model, "messages": [*told, *self.messages, question], **self.options}
+        try:
+            with closing(self.client.stream_chat({**body, "stream_options": {"include_usage": True}})) as chunks:
+                for chunk in chunks:
+                    _show(_heard(said, chunk), out)
+            _show("\n", out)
+        finally:
+            if said.text:
+                self.messages += [question, {"role": "assistant", "content": said.text}]
+        return said
 
-    def chat(self, lines: Iterator[str], out: TextIO) -> None:
-        """One answer for every line that is not blank."""
-        for line in lines:
-            if line.strip():
-                self.ask(line.strip(), out)
+    def document(self) -> dict[str, Any]:
+        return {
+            "schema": CHAT_SCHEMA,
+            "model": self.model,
+            "system": self.system,
+            "messages": self.messages,
+            "options": self.options,
+        }
 
     def _model_name(self) -> str:
         if self.model is None:
@@ -63,13 +94,26 @@ class Conversation:
         return str(self.model)
 
 
-def _text_of(chunk: dict[str, Any]) -> str | None:
-    choices = chunk.get("choices") or [{}]
-    return choices[0].get("delta", {}).get("content")
+def _heard(said: Said, chunk: dict[str, Any]) -> str:
+    """Adds a chunk to the answer; its new text."""
+    said.usage = chunk.get("usage") or said.usage
+    said.facts = chunk.get("kvasir") or said.facts
+    text = ""
+    for choice in chunk.get("choices") or ():
+        text += choice.get("delta", {}).get("content") or ""
+        said.finish_reason = choice.get("finish_reason") or said.finish_reason
+    said.text += text
+    return text
+
+
+def _show(text: str, out: TextIO | None) -> None:
+    if out is not None and text:
+        out.write(text)
+        out.flush()
 
 
 @contextmanager
-def private_node(model: Path | None, data_dir: Path | None = None) -> Iterator[str]:
+def private_node(model: Path | None, data_dir: Path | None = None, *, no_color: bool = False) -> Iterator[str]:
     """The URL of a node that lives as long as the context, on loopback, with its own data directory.
 
     `model` is a checkpoint's folder, as a new data directory knows no names; None = the embedded model. Raises
@@ -77,11 +121,32 @@ def private_node(model: Path | None, data_dir: Path | None = None) -> Iterator[s
     """
     with tempfile.TemporaryDirectory(prefix="kvasir-run-") as folder, open(Path(folder) / "log", "w+b") as log:
         command = _private_command(model, data_dir or Path(folder) / "data")
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        # In a group of its own: a terminal's Ctrl-C is for the answer, not for the node.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, process_group=0
+        )
         try:
-            yield _url_when_ready(process, log)
+            with _ended_by_signals():
+                with waiting(lambda: "starting a private node", no_color=no_color):
+                    url = _url_when_ready(process, log)
+                yield url
         finally:
             _stop(process)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP (the terminal is gone) become SystemExit, so that the private node ends with us."""
+    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _private_command(model: Path | None, data_dir: Path) -> list[str]:

@@ -38,7 +38,7 @@ def ticket(
     qr: Annotated[bool, typer.Option("--qr", help="Show it as a QR code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """The invite that another machine passes to `up --join`. It is a secret of the swarm."""
+    """The invite for `up --join` elsewhere: a secret of the swarm."""
     if qr and as_json:
         raise UsageError("--qr and --json exclude each other")
     if phone:

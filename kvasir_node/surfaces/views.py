@@ -58,6 +58,12 @@ def experts_document(snapshot: NodeSnapshot, layers: Sequence[ExpertLayerSnapsho
 
 def health_document(snapshot: NodeSnapshot) -> dict[str, Any]:
     """For load balancers: who should not be asked now. Warnings do not make it fail."""
-    is_serving = "coordinator" not in snapshot.roles or snapshot.model is not None
-    status = "draining" if snapshot.draining else "ok" if is_serving else "unavailable"
+    status = health_of(roles=snapshot.roles, has_model=snapshot.model is not None, is_draining=snapshot.draining)
     return {"schema": HEALTH_SCHEMA, "status": status, "warnings": list(snapshot.warnings)}
+
+
+def health_of(*, roles: Sequence[str], has_model: bool, is_draining: bool) -> str:
+    """ok | draining | unavailable."""
+    if is_draining:
+        return "draining"
+    return "ok" if "coordinator" not in roles or has_model else "unavailable"

@@ -113,8 +113,9 @@ def test_status_shows_warnings_first(run, data_dir):
     assert any("1 proven  1 suspect  1 trial" in line for line in lines)
 
 
-def test_status_check_exits_4_with_warnings(run, data_dir):
-    assert run("status", "--check", "--data-dir", data_dir)[0] == 4
+def test_a_warning_is_unhealthy_only_for_a_strict_check(run, data_dir):
+    assert run("status", "--check", "--data-dir", data_dir)[0] == 0
+    assert run("status", "--check", "--strict", "--data-dir", data_dir)[0] == 4
 
 
 def test_peers_and_demand_as_text(run, data_dir):

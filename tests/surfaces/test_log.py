@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvasir_node.base.settings import LogSettings
-from kvasir_node.surfaces.log import PANE_LINES_MAX, pane, set_up_logging
+from kvasir_node.base.errors import UsageError
+from kvasir_node.base.settings import LOG_PARTS, LogSettings, load_settings
+from kvasir_node.surfaces.log import PANE_LINES_MAX, PARTS, pane, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,8 @@ def restored_logging() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    logging.getLogger("kvasir_node").setLevel(logging.NOTSET)
+    for name in ("kvasir_node", *(f"kvasir_node.{name}" for names in PARTS.values() for name in names)):
+        logging.getLogger(name).setLevel(logging.NOTSET)
     logging.captureWarnings(False)
 
 
@@ -53,6 +56,29 @@ def test_console_lines_are_one_a_record():
 
 def test_auto_is_json_where_there_is_no_terminal():
     assert all(json.loads(line) for line in logged("info", "auto"))
+
+
+def test_a_part_has_a_level_of_its_own_and_the_others_follow_that_of_all():
+    for levels, heard in (("warning,net=debug,market=error", ["net.mdns", "roles.reaching"]), ("error", [])):
+        stream = io.StringIO()
+        set_up_logging(LogSettings(levels, "json"), stream=stream)
+        for name in ("net.mdns", "roles.reaching", "roles.hub", "roles.crew"):
+            logging.getLogger(f"kvasir_node.{name}").info("x")
+        assert [json.loads(line)["logger"] for line in stream.getvalue().splitlines()] == [
+            f"kvasir_node.{name}" for name in heard
+        ]
+
+
+@pytest.mark.parametrize("level", ["loud", "net=debug,x=info", "net=", "=debug", ""])
+def test_a_level_that_is_none_is_told_with_the_parts_that_there_are(level):
+    with pytest.raises(UsageError, match="parts: api, fanout, market, model, net, store"):
+        load_settings(flags={"log.level": level})
+
+
+def test_parts_name_modules_that_there_are():
+    assert tuple(sorted(PARTS)) == LOG_PARTS
+    for name in (name for names in PARTS.values() for name in names):
+        assert importlib.util.find_spec(f"kvasir_node.{name}") is not None, name
 
 
 def test_a_traceback_is_kept_in_one_json_line():

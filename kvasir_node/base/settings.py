@@ -59,6 +59,8 @@ class NetworkSettings:
     relay_reservations_max: int = 256  # members for whom a hub keeps a place, so that others reach them through it
     relay_circuits_max: int = 128  # connections carried by a hub at once ...
     relay_circuits_per_peer_max: int = 16  # ... and those of one member, at either end
+    relay_circuit_buffer_bytes: int = 2 * MIB  # of one connection, received and not passed on yet, both ways ...
+    relay_buffer_bytes: int = 256 * MIB  # ... and of all; one that would not fit any more is refused
     relay_circuit_bytes: int = 64 * GIB  # of one connection, both ways; then its ends have to make another
     relay_circuit_s: float = 1440 * MINUTES  # ... as after this time
     relay_hubs_max: int = 2  # hubs that keep a place for this node while nobody can dial it; one may die

@@ -217,6 +217,7 @@ class Market:
             self._of_origin[lease.origin] -= 1
         else:
             lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
+            lease.progress = max(lease.progress, 1)  # what was proven once has not come to nothing
             self._of_origin[lease.origin] += 1
             self._watch(lease)
 

@@ -4,7 +4,8 @@ Nobody sends it anywhere: it asks, and every step is its own. It does not know h
 lie or how a coordinator is reached: `handle` takes an event and returns commands, roles/worker.py carries them out.
 
     (offer) FETCHING -> LOADING -> TRIAL -> SERVING -> DRAINING -> gone
-    lost coordinator: back to TRIAL, connecting again with growing pauses until the lease or patience ends
+    lost coordinator: back to TRIAL, connecting again with growing pauses until patience ends, or the lease if the
+    slice was not proven: of one that was, the coordinator remembers the proof, and an outage may be our own
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class _Held:
     attach_at: float | None = None  # when to try to attach again
     attach_pause_s: float = 0.0
     lost_at: float | None = None
+    is_proven: bool = False  # by the coordinator's last word
     unanswered: bool = False  # no hub has answered the latest renewal
 
 
@@ -149,7 +151,7 @@ class Placement:
         at = max(self._poll_at, self._no_poll_before) if self._may_poll() else math.inf
         for held in self._held.values():
             if held.stage is not Stage.DRAINING:
-                at = min(at, held.renew_at, math.inf if _serves_on(held) else held.expires_at)
+                at = min(at, held.renew_at, math.inf if held.is_proven else held.expires_at)
                 at = at if held.attach_at is None else min(at, held.attach_at)
         return None if at == math.inf else at
 
@@ -272,6 +274,7 @@ class Placement:
             case StandingTold(_, proven):
                 if held.stage in (Stage.TRIAL, Stage.SERVING):
                     held.stage = Stage.SERVING if proven else Stage.TRIAL
+                    held.is_proven = proven
                     self._failures = 0 if proven else self._failures
             case CoordinatorLost():
                 return self._on_coordinator_lost(held, now)
@@ -397,7 +400,8 @@ class Placement:
     def _look_after_leases(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for lease, held in self._held.items():
-            if held.stage is not Stage.DRAINING and now >= held.expires_at and not _serves_on(held):
+            # Of a proven slice a hub must say that its lease has ended: silence may be our own absence.
+            if held.stage is not Stage.DRAINING and now >= held.expires_at and not held.is_proven:
                 commands += self._start_drain(lease, release=False)
         active = [held for held in self._held.values() if held.stage is not Stage.DRAINING]
         commands += self._renew(active, now)
@@ -411,11 +415,6 @@ class Placement:
             for held in group:
                 held.renew_at = now + self._limits.renew_interval_s
             yield RenewLeases(hub, tuple((held.assignment, held.stage is Stage.SERVING) for held in group))
-
-
-def _serves_on(held: _Held) -> bool:
-    """Whether a lease goes on beyond its end: no hub can be reached, and the coordinator still counts on us."""
-    return held.unanswered and held.stage is Stage.SERVING
 
 
 def offered(held: Iterable[tuple[Assignment, Stage]]) -> tuple[tuple[ModelId, SliceId], ...]:

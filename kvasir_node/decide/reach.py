@@ -135,6 +135,14 @@ class Reach:
         hosts = [host_of(address) for seen in self._seen.values() for address in seen.reached]
         return Reachability.LAN if all(is_lan(host) for host in hosts) else Reachability.PUBLIC
 
+    @property
+    def _needs_relays(self) -> bool:
+        """Also where all hubs are of our own network: one of them may be reached from outside, and we are not."""
+        if self.reachability is Reachability.LAN:
+            hosts = [host_of(address) for seen in self._seen.values() for address in seen.reached]
+            return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
+        return self.reachability is Reachability.PRIVATE
+
     def nat(self, own_hosts: Iterable[str]) -> Nat:
         """What stands between us and the hubs, of the IPs that are this machine's own."""
         outside = [seen for seen in self._seen.values() if seen.observed and host_of(seen.observed) not in own_hosts]
@@ -188,7 +196,7 @@ class Reach:
         return due
 
     def _relays_due(self, scene: Scene, now: float) -> list[Command]:
-        if self.reachability is not Reachability.PRIVATE:
+        if not self._needs_relays:
             # Not while we know nothing: the hub that told us otherwise may be back at once.
             return [GiveBack(hub) for hub in scene.relays] if self.reachability is not Reachability.UNKNOWN else []
         under_way = sum(each.is_under_way for hub, each in self._reserves.items() if hub not in scene.relays)

@@ -75,6 +75,7 @@ class Libp2pStream:
         self._protocol = protocol
         self.write_now = muxed.send_now
         self.pump = muxed.pump
+        self.limit_window = muxed.limit_window
         self.finish = muxed.finish  # closes, and drops whatever the peer still sends
 
     @property

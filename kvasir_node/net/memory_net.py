@@ -120,6 +120,9 @@ class MemoryStream:
     def give_way(self) -> None:
         """Nothing here: streams of this network do not wait for each other's bytes, only for the link's."""
 
+    def limit_window(self, window_bytes: int) -> None:
+        """Nothing here: windows of this network do not grow."""
+
     async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
         while chunk := await self.read():
             deliver(chunk)

@@ -185,6 +185,10 @@ class YamuxStream(IMuxedStream):
         wanted = min(self._window_target * 2, self._window_max) - self._window_target
         return max(0, min(wanted, self._owner.window_spare_bytes))
 
+    def limit_window(self, window_bytes: int) -> None:
+        """It grows no further; a stream begins with INITIAL_WINDOW_BYTES, which nothing takes back."""
+        self._window_max = max(INITIAL_WINDOW_BYTES, window_bytes)
+
     # --- writing ---
 
     async def send(self, *parts: bytes | bytearray | memoryview) -> None:

@@ -2,7 +2,8 @@
 
 It does not know what it carries: a Noise session between the two ends. It does not know membership either: whoever
 registers `serve` guards it. Protocol: circuit.py. Everything is bounded by RelayLimits; a peer that reads slowly slows
-down the one that sends to it, and nobody else: what is held of a circuit is what its two streams' windows allow.
+down the one that sends to it, and nobody else: what is held of a circuit is what the windows of its two streams allow,
+which are kept small, and what waits to be sent on.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unrea
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net.circuit import ANSWER_TIMEOUT_S, CIRCUIT_PROTOCOL, Answer, Ask, pack_peer, read_peer
+from kvasir_node.net.muxer_stream import SEND_QUEUE_BYTES
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import Stream, Transport
 
 CARRY_BYTES = 64 * 1024
+SENDING_BYTES = SEND_QUEUE_BYTES + CARRY_BYTES  # of one direction, taken from one stream and waiting in the other
 HALF_CLOSED_S = 5.0  # once one end has closed, the other may take this long to do so, too
 
 _log = logging.getLogger(__name__)
@@ -104,7 +107,9 @@ class Relay:
         if target not in self._reserved or source == target:
             return Answer.NOT_RESERVED
         busiest = max(self._circuits[source], self._circuits[target])
+        held_bytes = (self._circuit_count + 1) * self._settings.relay_circuit_buffer_bytes
         is_full = self._circuit_count >= self._settings.relay_circuits_max
+        is_full = is_full or held_bytes > self._settings.relay_buffer_bytes
         return Answer.FULL if is_full or busiest >= self._settings.relay_circuits_per_peer_max else None
 
     async def _join(self, stream: Stream, target: PeerId) -> None:
@@ -137,6 +142,8 @@ class Relay:
 
     async def _carry_both_ways(self, one: Stream, other: Stream) -> None:
         budget = _Budget(self._settings.relay_circuit_bytes)
+        for end in (one, other):
+            end.limit_window(self._settings.relay_circuit_buffer_bytes // 2 - SENDING_BYTES)
         async with trio.open_nursery() as nursery:
 
             async def carry(source: Stream, sink: Stream) -> None:

@@ -47,6 +47,10 @@ class Stream(Protocol):
         """From now on what is sent here lets the other streams of the connection go first."""
         ...
 
+    def limit_window(self, window_bytes: int) -> None:
+        """From now on the peer's room to send ahead of what is read here grows no further than this."""
+        ...
+
     async def pump(self, deliver: Callable[[bytes | memoryview], None]) -> None:
         """Instead of `read`: gives each chunk to `deliver` as soon as it arrives, until the end of the stream.
 

@@ -101,6 +101,15 @@ def test_one_hub_that_cannot_reach_us_makes_us_private():
     assert Reach(2).reachability is Reachability.UNKNOWN
 
 
+def test_places_at_relays_are_kept_where_hubs_of_our_own_network_alone_reach_us():
+    """One of them may be reached from outside, through a forwarded port, and we are not."""
+    reach, scene = told(seen(HUBS[0], INSIDE, reached=(INSIDE,)))
+    assert [each for each in reach.step(scene, 1.0) if isinstance(each, Reserve)] == [Reserve(HUBS[0])]
+    alone = "/ip4/127.0.0.1/tcp/4001"
+    reach, scene = told(seen(HUBS[0], alone, reached=(alone,)))
+    assert reach.step(scene, 1.0) == []  # a hub of this very machine
+
+
 def test_the_kind_of_nat_is_told_by_two_hubs():
     own = {"192.168.1.2"}
     other = OUTSIDE.replace("4001", "20001")

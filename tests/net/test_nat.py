@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import trio
 from nat_nodes import ECHO, lab_node
 from natlab import open_lab, why_not
 
@@ -115,3 +118,39 @@ def test_a_hole_is_punched_through_slow_and_lossy_lines(tmp_path):
         peer = bob.connect(ann.addresses())
         bob.wait_until(lambda: bob.path_to(peer) == "direct", timeout_s=20)
         echoes(bob, peer, bytes(100_000))
+
+
+RUNS, LEAST, WITHIN_S = 20, 19, 10.0
+LINE = {"delay_ms": 20, "rate_mbit": 20, "loss": 0.01}
+
+
+def direct_after_s(folder, a, b) -> float | None:
+    """Seconds from the moment at which home B is a member of the swarm until it has a direct way to home A."""
+    folder.mkdir()
+    with homes(folder, a, b, **LINE) as (_, ann, bob):
+        joined_at = time.monotonic()
+        ann.wait_until(lambda: ann.reaching.reachability is not Reachability.UNKNOWN)
+        ann.wait_until(lambda: ann.reaching.relays or ann.reaching.reachability is Reachability.PUBLIC)
+        try:
+            peer = bob.connect(ann.addresses())
+            bob.wait_until(lambda: bob.path_to(peer) == "direct", WITHIN_S + 5)
+        except (Unreachable, trio.TooSlowError):
+            return None
+        took_s = time.monotonic() - joined_at
+        echoes(bob, peer, bytes(10_000))
+        return took_s
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("a", "b"), [*EASY, *MORE, ("forward", "cone"), ("cone", "forward")])
+def test_twenty_joins_of_which_nearly_all_are_direct_within_ten_seconds(tmp_path, capsys, a, b):
+    took = [direct_after_s(tmp_path / str(run), a, b) for run in range(RUNS)]
+    known = sorted(each for each in took if each is not None)
+    in_time = sum(each <= WITHIN_S for each in known)
+    median_s, worst_s = (statistics.median(known), known[-1]) if known else (0.0, 0.0)
+    with capsys.disabled():
+        print(
+            f"\n{a}, {b}: {in_time} of {RUNS} direct in {WITHIN_S:g} s; median {median_s:.1f} s, worst {worst_s:.1f} s"
+        )
+    assert in_time >= LEAST

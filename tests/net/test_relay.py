@@ -201,3 +201,38 @@ async def test_a_relay_resets_who_asks_for_nonsense(open_hosts):
             with pytest.raises(Unreachable):
                 await read_exactly(stream.read, 1)
         assert trio_of.relay.reservations == 1
+
+
+async def test_law_7_what_a_relay_holds_of_a_circuit_is_bounded_however_much_is_sent_and_not_read(open_hosts):
+    async with opened(open_hosts) as trio_of:
+
+        async def take_some(stream, relay):
+            taken = 0
+            while taken < 24 << 20:  # long enough for windows to grow
+                taken += len(await stream.read())
+            await trio.sleep_forever()
+
+        trio_of.circuits._take = take_some
+        ours = Circuits(trio_of.near, anybody, trio_of.near.take_circuit)
+        stream = await ours.dial(trio_of.relay_host.peer_id, trio_of.far.peer_id)
+        is_stuck = False
+        while not is_stuck:
+            with trio.move_on_after(1) as writing:
+                await stream.write(bytes(1 << 16))
+            is_stuck = writing.cancelled_caught
+        assert 300_000 < held_by(trio_of.relay_host) <= LOOPBACK.relay_circuit_buffer_bytes // 2
+
+
+def held_by(host: Libp2pTransport) -> int:
+    """Bytes that it has received and not read, or written and not sent, of all streams."""
+    muxers = [live.muxed for live in host._table.all()]
+    streams = [stream for muxed in muxers for stream in muxed._streams.values()]
+    return sum(stream._received_bytes + stream._unsent_bytes for stream in streams)
+
+
+async def test_law_7_a_circuit_whose_buffers_do_not_fit_any_more_is_refused(open_hosts):
+    async with opened(open_hosts, relay_buffer_bytes=3 << 20) as trio_of:
+        await trio_of.near.connect([trio_of.through()])
+        ours = Circuits(trio_of.near, anybody, trio_of.near.take_circuit)
+        with pytest.raises(CapacityError, match="full"):
+            await ours.dial(trio_of.relay_host.peer_id, trio_of.far.peer_id)

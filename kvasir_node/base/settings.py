@@ -133,6 +133,7 @@ class MarketSettings:
     progress_timeout_s: float = 60 * SECONDS  # a lease that is not proven by then ends
     tenure_min_s: float = 10 * SECONDS  # a worker that serves stays at least this long
     surplus_grace_s: float = 5 * SECONDS  # demand must be gone this long before a worker is let go
+    guest_layers_max: int = 4  # that a hub gives to one guest (a page on a phone), if it is quick enough for so many
     leases_max: int = 65536  # of one hub
     issuers_max: int = 1024  # coordinators that report to one hub
     clock_skew_max_s: float = 10 * MINUTES  # a signed record is refused when clocks differ by more

@@ -1,6 +1,7 @@
 """What a coordinator asks the market for: how many copies of which slices.
 
-It does not know hubs, leases or who answers. want = what is missing here (the base) + the surge.
+It does not know hubs, leases or who answers. want = what is missing here (the base) + the surge; guests' copies fill
+the surge alone (decide/guests).
 
 The surge comes at once and goes slowly, one copy at a time: workers that were fetched by it are why nobody waits any
 more, so an empty queue is no reason to let them go. It goes when the load is one that this machine could carry alone.
@@ -13,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvasir_node.base.ids import PeerId, SliceId
+from kvasir_node.decide.guests import copies_wanted, kept_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +106,28 @@ class Demands:
             part for part in self._slices if slice_heat(part, heat) < mean * (WARM if part in self._cold else COLD)
         )
 
-    def wants(self, missing: Collection[SliceId], proven: Iterable[tuple[PeerId, SliceId]]) -> tuple[Wanted, ...]:
-        """Copies wanted of each slice with something to say; `proven` with the most useful peers first.
+    def wants(
+        self,
+        missing: Collection[SliceId],
+        proven: Iterable[tuple[PeerId, SliceId]],
+        guests: Collection[PeerId] = (),
+    ) -> tuple[Wanted, ...]:
+        """Copies wanted of each slice with something to say; `proven` with the most useful peers first. Guests are
+        listed last, so that they are the first to go.
 
         What has not changed since the last call is the same object.
         """
         holders: dict[SliceId, list[PeerId]] = {}
+        visitors: dict[SliceId, list[PeerId]] = {}
         for peer, part in proven:
-            holders.setdefault(part, []).append(peer)
+            (visitors if peer in guests else holders).setdefault(part, []).append(peer)
         found: list[Wanted] = []
         for part in self._slices:
             surge = self.surge - (self.surge > 1 and part in self._cold)
-            want = surge + (self._base_copies if part in missing else 0)
-            copies = tuple(holders.get(part, ()))
+            others, guest_peers = holders.get(part, []), visitors.get(part, [])
+            always = self._base_copies if part in missing else 0
+            want = copies_wanted(always, surge, len(others), len(guest_peers))
+            copies = (*others, *guest_peers)
             if not want and not copies:
                 continue
             told = self._told.get(part)
@@ -124,3 +135,9 @@ class Demands:
                 told = self._told[part] = Wanted(part, want, copies)
             found.append(told)
         return tuple(found)
+
+    def kept(
+        self, missing: Collection[SliceId], proven: Iterable[tuple[PeerId, SliceId]], guests: Collection[PeerId]
+    ) -> frozenset[SliceId]:
+        """Slices that must not be left to guests."""
+        return kept_slices(missing, self._base_copies, proven, guests)

@@ -81,7 +81,15 @@ class Market:
         self._want_total = 0
         self._hubs = OtherHubs(name, limits.told_ttl_s, limits.hubs_max, limits.leases_max)
         self._news: dict[Key, int] = {}
-        self._chooser = Chooser(self._issuers, self._books, self._open, self._hubs, self._strikes, limits.stand_back_s)
+        self._chooser = Chooser(
+            self._issuers,
+            self._books,
+            self._open,
+            self._hubs,
+            self._strikes,
+            limits.stand_back_s,
+            limits.guest_layers_max,
+        )
 
     @property
     def lease_count(self) -> int:
@@ -236,6 +244,7 @@ class Market:
         busy: Iterable[tuple[ModelId, SliceId]],
         round_trips: Iterable[tuple[PeerId, float]] = (),
         address: str = "",
+        is_guest: bool = False,
         now: float,
     ) -> LeaseOffer | float:
         """A lease on the slice that needs this worker most, or after how many seconds to ask again.
@@ -248,7 +257,7 @@ class Market:
         stands_back = not self._idle.is_good(worker) and self._idle.good >= self._open.copies
         if len(self._leases) < self._limits.leases_max and self._may_have_another(worker, origin, now):
             leases = self._of_worker.get(worker, {}).values()
-            asker = Asker(worker, memory_bytes, frozenset(busy), dict(round_trips), leases, stands_back, now)
+            asker = Asker(worker, memory_bytes, frozenset(busy), dict(round_trips), leases, stands_back, is_guest, now)
             book = self._chooser.choose(asker, have)
             if book is not None:
                 return self._grant(worker, book, origin, now)

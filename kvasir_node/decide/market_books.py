@@ -33,6 +33,7 @@ class MarketLimits:
     pollers_max: int = 65_536
     unproven_per_address_max: int = 64  # leases of one range of addresses that are not proven
     hubs_max: int = 64
+    guest_layers_max: int = 4  # that one guest serves
     told_ttl_s: float = 30.0  # what another hub told counts this long
 
     @property
@@ -57,6 +58,7 @@ class Demand:
     wants: tuple[Wanted, ...]
     near_rtt_s: float = 0.005  # nearer workers take a share of every layer, others whole layers
     refused: tuple[PeerId, ...] = ()  # workers that it will not use: they answered wrong, or not, and more than once
+    kept: frozenset[SliceId] = frozenset()  # slices that are for no guest: they have too few other copies
 
 
 @dataclass(frozen=True, slots=True)

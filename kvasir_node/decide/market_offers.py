@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide.demand import Wanted
+from kvasir_node.decide.guests import layers_for
 from kvasir_node.decide.market_books import Book, Demand, Key, Lease, OpenBooks
 from kvasir_node.decide.market_hubs import OtherHubs
 
@@ -47,6 +48,7 @@ class Asker:
     round_trips: Mapping[PeerId, float]
     leases: Collection[Lease]
     stands_back: bool  # others that are known to be good could take all that is open
+    is_guest: bool  # see decide/guests
     now: float
 
 
@@ -132,7 +134,7 @@ class Strikes:
 @dataclass(slots=True)
 class Chooser:
     """`stand_back_s` = a worker with a strike, or one that is not known while enough others are, gets only what has
-    been open for so long."""
+    been open for so long; `guest_layers_max` = layers that one guest serves."""
 
     issuers: Mapping[PeerId, Issuer]
     books: Mapping[Key, Book]
@@ -140,12 +142,13 @@ class Chooser:
     hubs: OtherHubs
     strikes: Strikes
     stand_back_s: float
+    guest_layers_max: int
 
     def choose(self, asker: Asker, have: Iterable[tuple[ModelId, SliceId]]) -> Book | None:
         """Where a copy is missing most, by the share of those wanted; of equals what is on its disk, else in turn.
 
         A worker that is far from a coordinator, as that sees it, first fills the layers that it has a part in: each
-        layer costs a round trip. One that is near, or has not measured yet, spreads over them.
+        layer costs a round trip. One that is near, or has not measured yet, spreads over them. A guest is never near.
         """
         if not self.open.copies:
             return None
@@ -157,7 +160,7 @@ class Chooser:
             entry = self.issuers.get(issuer)
             if entry is None or entry.demand.model != model or not self._may_serve(issuer, asker):
                 continue
-            if asker.round_trips.get(issuer, 0.0) < entry.demand.near_rtt_s:
+            if not asker.is_guest and asker.round_trips.get(issuer, 0.0) < entry.demand.near_rtt_s:
                 continue
             for part in entry.layers.get(layer, ()):
                 book = self.books[issuer, model, part]
@@ -210,9 +213,24 @@ class Chooser:
     def _suits(self, book: Book, asker: Asker) -> bool:
         if book.key[1:] in asker.busy or book.holds(asker.worker):
             return False
+        if asker.is_guest and not self._suits_guest(book, asker):
+            return False
         if book.first is not None:
             waits_since = max(book.open_since, self.hubs.granted_at(book.first))
             if asker.now - waits_since < OTHERS_FIRST_S:
                 return False
         is_last = asker.stands_back or (asker.worker, book.key[1]) in self.strikes
         return not is_last or asker.now - book.open_since >= self.stand_back_s
+
+    def _suits_guest(self, book: Book, asker: Asker) -> bool:
+        """It has others' copies, and is of a layer that the guest has a part in, or can take on."""
+        issuer, _, part = book.key
+        entry = self.issuers[issuer]
+        if part in entry.demand.kept:
+            return False
+        served = {(lease.key[0], lease.key[2].layer) for lease in asker.leases}
+        if (issuer, part.layer) in served:
+            return True
+        call_s = asker.round_trips.get(issuer)
+        most = layers_for(call_s, entry.demand.near_rtt_s, len(entry.layers), self.guest_layers_max)
+        return len(served) < most

@@ -27,6 +27,7 @@ from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
 from kvasir_node.decide.demand import Demands, Wanted, missing_slices
+from kvasir_node.decide.guests import carriers
 from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
@@ -75,6 +76,7 @@ class Coordinator:
         *,
         name_of: Callable[[PeerId], str],
         address_of: Callable[[PeerId], str],
+        is_guest: Callable[[PeerId], bool] = lambda _: False,
         invite: Invite = lambda peer, arrived: None,
         rtt_of: Callable[[PeerId], float | None] = lambda peer: None,
         ping: Ping = answers_at_once,
@@ -88,6 +90,7 @@ class Coordinator:
         self._has_worker_news = False  # something may have changed among them
         self._model = model
         self._pace = pace
+        self._is_guest = is_guest
         manifest = model.manifest
         self.slices = slices_of(manifest, settings.market.slice_bytes)
         private = settings.fanout.private_layers
@@ -327,7 +330,17 @@ class Coordinator:
 
     def _proven(self) -> Sequence[tuple[PeerId, SliceId]]:
         """Who may carry load."""
-        return self.crew.proven() if self._settings.fanout.enabled else ()
+        if not self._settings.fanout.enabled:
+            return ()
+        proven = self.crew.proven()
+        guests = self._guests(proven)
+        return carriers(proven, self._missing_slices(), guests) if guests else proven
+
+    def _missing_slices(self) -> frozenset[SliceId]:
+        return missing_slices(self._offered, self._model.held)
+
+    def _guests(self, proven: Sequence[tuple[PeerId, SliceId]]) -> frozenset[PeerId]:
+        return frozenset(peer for peer in {peer for peer, _ in proven} if self._is_guest(peer))
 
     def _load(self) -> Load:
         admission, enabled = self.desk.admission, self._settings.fanout.enabled
@@ -373,7 +386,13 @@ class Coordinator:
     # Demand ---------------------------------------------------------------------------------------------------
 
     def demand(self) -> tuple[Wanted, ...]:
-        return self._demands.wants(missing_slices(self._offered, self._model.held), self.crew.ledger.proven())
+        proven = self.crew.ledger.proven()
+        return self._demands.wants(self._missing_slices(), proven, self._guests(proven))
+
+    def _kept(self) -> tuple[SliceId, ...]:
+        """Ascending."""
+        proven = self.crew.ledger.proven()
+        return tuple(sorted(self._demands.kept(self._missing_slices(), proven, self._guests(proven))))
 
     def _observe_load(self) -> None:
         """How much of the surge is still justified. Without workers, who make us faster, more slots would be busy."""
@@ -424,6 +443,7 @@ class Coordinator:
             queued=admission.queued,
             wants=wanted,
             refused=self.crew.ledger.refused(),
+            kept=self._kept(),
             near_rtt_s=NEAR_RTT_S if near_rtt_s is None else min(near_rtt_s, NEAR_RTT_MAX_S),
         )
 

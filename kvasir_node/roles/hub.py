@@ -83,6 +83,7 @@ class Hub:
         addresses: Callable[[], Sequence[str]],
         table_changed: Callable[[DemandTable], None],
         address_of: Callable[[PeerId], str] = lambda _: "",
+        is_guest: Callable[[PeerId], bool] = lambda _: False,
         other_hubs: Callable[[], Sequence[PeerId]] = lambda: (),
         ask_hub: AskHub = _ask_nobody,
         tell: Tell = tell_nobody,
@@ -98,6 +99,7 @@ class Hub:
         self._addresses = addresses
         self._table_changed = table_changed
         self._address_of = address_of
+        self._is_guest = is_guest
         self._wall = wall
         self._tell = tell
         self._told_leases: LeasesChanged | None = None
@@ -117,6 +119,7 @@ class Hub:
             issuers_max=settings.issuers_max,
             clock_skew_max_s=settings.clock_skew_max_s,
             poll_interval_s=settings.poll_interval_s,
+            guest_layers_max=settings.guest_layers_max,
         )
         self._market = Market(
             self._market_limits, name=_lease_prefix(peer_id, self._epoch), started_at=trio.current_time()
@@ -266,6 +269,7 @@ class Hub:
             wants=said.wants,
             near_rtt_s=said.near_rtt_s,
             refused=said.refused,
+            kept=frozenset(said.kept),
         )
         refused = self._market.report(demand, trio.current_time(), self._wall())
         if refused is not None:
@@ -295,6 +299,7 @@ class Hub:
             busy=poll.busy,
             round_trips=poll.round_trips,
             address=self._address_of(peer),
+            is_guest=self._is_guest(peer),
             now=trio.current_time(),
         )
         if not isinstance(answer, LeaseOffer):

@@ -31,6 +31,7 @@ from kvasir_node.base.errors import Misbehaved, RejectReason, UsageError
 from kvasir_node.base.ids import ModelId, PeerId, SliceId
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.wire.codec import Fields, decode, encode
+from kvasir_node.wire.columns import read_slices, spell_slices
 from kvasir_node.wire.lists import (
     LEASE_GROUPS_MAX,
     MEMORY_MAX,
@@ -123,6 +124,7 @@ class DemandRecord:
     wants: tuple[Wanted, ...]  # ascending by slice
     refused: tuple[PeerId, ...] = ()  # workers that it will not use, as they answered wrong, or not, more than once
     near_rtt_s: float = NEAR_RTT_S  # nearer workers help with a share of every layer, others with whole layers
+    kept: tuple[SliceId, ...] = ()  # ascending; those that must not be left to guests (decide/guests)
 
     def to_bytes(self) -> bytes:
         return encode(
@@ -141,6 +143,7 @@ class DemandRecord:
                 "queued": self.queued,
                 "near": float(self.near_rtt_s),
                 "refused": [str(peer) for peer in self.refused[-REFUSED_MAX:]],
+                "kept": spell_slices(self.kept[:SLICES_MAX]),
                 **spell_wants(self.wants),
             }
         )
@@ -163,6 +166,7 @@ class DemandRecord:
             queued=fields.integer("queued", 0, COUNT_MAX),
             near_rtt_s=fields.number("near", 0, _SECONDS_MAX),
             refused=fields.items("refused", REFUSED_MAX, read_peer),
+            kept=read_slices(fields.binary("kept", 32 * SLICES_MAX), SLICES_MAX),
             wants=read_wants(fields),
         )
         fields.end()

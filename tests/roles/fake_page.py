@@ -6,16 +6,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import trio
+from swarm import QUICK
 
 from kvasir_node.base.ids import PeerId
-from kvasir_node.base.settings import NetworkSettings
+from kvasir_node.base.settings import NetworkSettings, Settings, load_settings
 from kvasir_node.decide.pairing import PairRefusal
+from kvasir_node.decide.placement import DemandSeen, HubsKnown
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
+from kvasir_node.net.rpc import one_call
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import Transport
+from kvasir_node.roles.content import Fetcher, open_block_calls
+from kvasir_node.roles.download import FetchTally
+from kvasir_node.roles.link import Compute, compute_here
+from kvasir_node.roles.worker import Worker
+from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.guest_pass import PAIR_PROTOCOL, GuestPass, PairAsk, PairLink, read_pair_answer
-from kvasir_node.wire.messages import About
+from kvasir_node.wire.messages import MARKET_PROTOCOL, About, MarketMethod
 
 NAME = "a phone in a test"
 
@@ -52,3 +63,66 @@ async def pair(transport: Transport, text: str) -> tuple[PeerId, GuestPass | Pai
 def guest_membership(transport: Transport, found: GuestPass, roles: Sequence[str] = ("worker",)) -> Membership:
     """Its `run` says hello to whomever the page is connected to, or dials."""
     return Membership(transport, found.key, About(NAME, "1.0.0", tuple(roles), (), ()).to_bytes())
+
+
+class FakePage:
+    """A page at work: the swarm's own Worker, on a transport that dials WebSockets, as a member by a pass."""
+
+    def __init__(self, transport: Libp2pTransport, folder: Path, settings: Settings, compute: Compute) -> None:
+        self.transport = transport
+        self._folder = folder
+        self._settings = settings
+        self._compute = compute
+        self.found: GuestPass | None = None
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.transport.peer_id
+
+    async def pair(self, link: str) -> None:
+        _, found = await pair(self.transport, link)
+        assert isinstance(found, GuestPass), found
+        self.found = found
+
+    async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Works until cancelled, at the hubs of its pass."""
+        assert self.found is not None, "pair first"
+        membership = guest_membership(self.transport, self.found)
+
+        async def require(peer: PeerId) -> None:
+            await membership.require(peer, 8)
+
+        store = BlockStore(self._folder / "blocks", quota_bytes=1 << 30)
+        fetcher = Fetcher(open_block_calls(self.transport), store, self._settings.store, FetchTally())
+        self.worker = Worker(
+            self._settings,
+            self.transport,
+            fetcher,
+            ask_hub=self._ask_hub,
+            require_member=require,
+            compute=self._compute,
+            seed=1,
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(membership.run)
+            hub = await self.transport.connect(self.found.addresses)
+            await require(hub)
+            nursery.start_soon(self.worker.run)
+            self.worker.tell(HubsKnown((hub,)))
+            self.worker.tell(DemandSeen(1, 0))
+            task_status.started()
+
+    async def _ask_hub(self, hub: PeerId, method: MarketMethod, body: bytes) -> bytes | memoryview:
+        return await one_call(self.transport, hub, MARKET_PROTOCOL, int(method), body, timeout_s=4.0)
+
+
+@asynccontextmanager
+async def open_page(folder: Path, link: str, *, compute: Compute = compute_here) -> AsyncIterator[FakePage]:
+    """A page that works from the moment this is entered until it is left, which is as if its tab was closed."""
+    settings = load_settings(flags={**QUICK, "node.data_dir": str(folder)})
+    async with page_transport(folder) as transport, trio.open_nursery() as nursery:
+        page = FakePage(transport, folder, settings, compute)
+        await page.pair(link)
+        await nursery.start(page.run)  # pyright: ignore[reportArgumentType]
+        yield page
+        nursery.cancel_scope.cancel()

@@ -33,6 +33,7 @@ from kvasir_node.surfaces.reading_commands import reading_app
 from kvasir_node.surfaces.run_command import run_app
 from kvasir_node.surfaces.sim_command import sim_app
 from kvasir_node.surfaces.ticket_command import node_file, ticket_app
+from kvasir_node.surfaces.top_command import top_app
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.ports import NodePort
@@ -67,6 +68,7 @@ app.add_typer(reading_app)
 app.add_typer(run_app)
 app.add_typer(sim_app)
 app.add_typer(ticket_app)
+app.add_typer(top_app)
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,11 @@ def _run_node(settings: Settings, renewal: str, recheck: Callable[[], None], *, 
 
     import trio
 
-    from kvasir_node.surfaces import log, screen
+    from kvasir_node.surfaces import log, screen, terminal
     from kvasir_node.surfaces.app import run_up
     from kvasir_node.surfaces.progress import waiting
 
-    shown = not headless and screen.can_show_screen(no_color)
+    shown = not headless and terminal.can_show_screen(no_color)
     lines = log.pane()
     log.set_up_logging(settings.log, lines=lines if shown else None)
     with ExitStack() as starting:

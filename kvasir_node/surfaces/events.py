@@ -7,6 +7,7 @@ costs nothing: when it comes back for more than the log still keeps, it is told 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import trio
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.base.events import EVENT_SCHEMA, EventLog
 from kvasir_node.surfaces.beside import run_beside
+from kvasir_node.surfaces.event_words import LOST, said_of
 from kvasir_node.surfaces.exchange import disconnected, send_part
 from kvasir_node.surfaces.sse import HEADERS, HEARTBEAT, sse_data
 
@@ -85,13 +87,15 @@ class _EventStream(Response):
             parts.append(self._lost(lost))
         for event in self._log.after(self._place, BATCH_MAX):
             self._place = event.number
-            parts.append(f"id: {self._id}\n".encode() + sse_data(event.to_json(self._log.life)))
+            parts.append(self._part(event.to_json(self._log.life)))
         return b"".join(parts)
 
     def _lost(self, count: int | None) -> bytes:
         """`count` None = nobody knows: they were of an earlier life of the node."""
-        document = {"schema": EVENT_SCHEMA, "id": self._id, "type": "lost", "count": count}
-        return f"id: {self._id}\n".encode() + sse_data(document)
+        return self._part({"schema": EVENT_SCHEMA, "id": self._id, "type": LOST, "count": count})
+
+    def _part(self, document: dict[str, Any]) -> bytes:
+        return f"id: {self._id}\n".encode() + sse_data({**document, **said_of(document)})
 
     @property
     def _id(self) -> str:

@@ -5,11 +5,14 @@ Suspending is tested under a real shell with job control.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import pty
 import re
 import select
 import shlex
+import struct
 import subprocess
 import sys
 import termios
@@ -19,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 SCRIPT = Path(__file__).with_name("fake_up.py")
@@ -77,8 +81,6 @@ def _up(data_dir: Path) -> str:
 
 
 def _own_terminal() -> None:
-    import fcntl
-
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -93,7 +95,7 @@ def test_it_shows_the_node_and_gives_the_terminal_back(terminal, key):
     for part in ("attic", "http://127.0.0.1:", "+ proven", "! cannot reach"):
         assert part in text
     os.write(shown.controller, b"?")
-    shown.until("this help")
+    shown.until("? on trial")
     assert not termios.tcgetattr(end)[3] & termios.ECHO
     os.write(shown.controller, key)
     assert shown.end() == 0
@@ -133,7 +135,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(tmp_path):
         shown.until("q quit")
         assert not termios.tcgetattr(end)[3] & (termios.ECHO | termios.ICANON)
         shown.type("?")
-        shown.until("this help")
+        shown.until("? on trial")
         shown.type("q")
         shown.until(LEAVE)
         shown.type("echo code-$?\n")
@@ -153,3 +155,25 @@ def test_in_the_background_the_node_goes_on_without_the_terminal(tmp_path):
         assert "Running" in shown.shown
         assert ENTER not in shown.shown
         assert "q quit" not in shown.shown
+
+
+def test_it_follows_the_terminals_size_and_one_that_takes_nothing_holds_the_node_up_in_nothing(tmp_path):
+    """Nobody reads what is drawn, as when a connection fell asleep; the API answers and the node ends on SIGTERM."""
+    with _in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], {"TERM": "xterm"}) as (shown, end):
+        shown.until("q quit")
+        shown.shown = ""
+        _resize(end, 12, 40)
+        shown.until("\x1b[12;1H")
+        assert "\x1b[13;1H" not in shown.shown
+        for width in range(200, 240):  # every size draws everything anew, until the buffer is full
+            _resize(end, 60, width)
+            time.sleep(0.02)
+        assert not select.select([], [end], [], 0)[1]
+        api = json.loads((tmp_path / "node.json").read_text())["api"]
+        assert httpx.get(f"{api}/health", timeout=5, trust_env=False).status_code == 200
+        shown.process.terminate()
+        assert shown.process.wait(15) == 0
+
+
+def _resize(terminal: int, lines: int, width: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, width, 0, 0))

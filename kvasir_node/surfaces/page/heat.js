@@ -3,7 +3,7 @@
 
 import { $, count, element } from "./parts.js";
 
-const PLACES = { h: "here", m: "here, from the file", w: "by a worker", ".": "missing" };
+const PLACES = { h: "here", m: "here from the file", w: "by a worker", ".": "missing" };
 const GAP = 1;
 const CELL_MAX = 22;
 const ROW_MAX = 18;

@@ -3,7 +3,7 @@
 import { ApiError, ask, hasKey, keepKey, stream } from "./api.js";
 import { startChat } from "./chat.js";
 import { showExperts, startMap } from "./heat.js";
-import { $, Curve, count, counted, duration, element, row, size } from "./parts.js";
+import { $, Curve, count, counted, duration, element, row, size, worded } from "./parts.js";
 
 const STATUS_MS = 1000;
 const HIDDEN_MS = 10000; // nobody looks
@@ -51,7 +51,9 @@ function show(found) {
 function say({ level, state, words, advice }) {
   $("verdict").dataset.level = level;
   const texts = { state: `${level === "good" ? "●" : "!"} ${state}`, words, advice };
-  for (const [id, text] of Object.entries(texts)) if ($(id).textContent !== text) $(id).textContent = text;
+  for (const [id, text] of Object.entries(texts)) {
+    if ($(id).textContent !== text.replaceAll("`", "")) $(id).replaceChildren(...worded(text));
+  }
 }
 
 const lends = (worker) => !(worker.state === "paused" || (worker.state === "draining" && worker.reason));
@@ -96,16 +98,17 @@ function showWorkers(workers, shares) {
   document.querySelector("#workers table").hidden = workers.length === 0;
   $("worker-rows").replaceChildren(...sorted.map((worker) => {
     const share = shares[worker.peer_id];
-    return row([
+    const made = row([
       [`${WORKER_SIGNS[worker.state] ?? ""} ${worker.state}`, "state"],
-      worker.name,
+      ["", "wide"],
       [share === undefined ? "–" : `${Math.round(100 * share)} %`, "n"],
       [worker.rtt_ms === null ? "–" : worker.rtt_ms.toFixed(1), "n"],
       [count(worker.rows), "n"],
       [count(worker.failures), "n"],
-      worker.path,
-      [[worker.reason, worker.slices.join(" ")].filter(Boolean).join("; "), "wide"],
     ], WORKER_LEVELS[worker.state]);
+    const more = [worker.path, counted(worker.slices.length, "slice"), worker.reason].filter(Boolean).join(", ");
+    made.cells[1].append(worker.name, document.createElement("br"), element("small", more));
+    return made;
   }));
 }
 

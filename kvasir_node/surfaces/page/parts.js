@@ -10,6 +10,11 @@ export function element(name, text = "", classes = "") {
   return made;
 }
 
+// Text with `code` between backticks.
+export function worded(text) {
+  return text.split("`").map((part, index) => (index % 2 ? element("code", part) : part));
+}
+
 // A table's row; a cell is text, or [text, classes].
 export function row(cells, level = "") {
   const made = document.createElement("tr");

@@ -1,10 +1,10 @@
-"""A layer's pairs, cut into one part for each machine, and the sums that come back, added up.
+"""A layer's pairs, dealt out and cut into one part for each machine, and the sums that come back, added up.
 
 It does not know machines, deadlines or sockets: machines are numbers (0 = here), a part is laid out as the arrays of a
 request in `wire.tensors`. A kernel does it where there is one for this processor and the rows are on it, torch
-operations elsewhere; both give the same.
+operations elsewhere; both give the same. Who gets what is `decide.dealing.deal`.
 
-Shapes: T rows, K experts chosen for each, D model width, E experts; R rows and P pairs of one part.
+Shapes: T rows, K experts chosen for each, D model width, E experts, M machines; R rows and P pairs of one part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir_node.decide.dealing import ABLE_MAX, Dealing, deal
 from kvasir_node.model.kernels.abi import JOIN_NUMBERS, SPLIT_NUMBERS
 from kvasir_node.model.kernels.library import kernels
 
@@ -52,6 +53,25 @@ class Split:
     parts: Sequence[Part]
 
 
+class DealTable:
+    """A `Dealing` as the kernel reads it."""
+
+    def __init__(self, dealing: Dealing, like: DealTable | None = None) -> None:
+        """`like`: one of before, of which is taken what is as it was."""
+        self.dealing = dealing
+        if like is not None and like.dealing.able is dealing.able:
+            self.able = like.able
+        else:
+            width = ABLE_MAX if dealing.has_choice else 1
+            self.able = torch.tensor([[*row, *[-1] * (width - len(row))] for row in dealing.able])
+        prices = dealing.prices
+        self.prices = torch.tensor([prices.fixed_s, prices.expert_s, prices.pair_s], dtype=torch.float32)
+
+    @property
+    def machines(self) -> int:
+        return 1 + len(self.dealing.peers)
+
+
 class PairSplitter:
     """Splits rows that travel as `dtype`, float32 or bfloat16. It keeps nothing between calls."""
 
@@ -62,25 +82,25 @@ class PairSplitter:
 
     def split(
         self,
-        where: torch.Tensor,
-        machines: int,
+        table: DealTable,
+        allowed: Sequence[bool],
         rows: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> Split:
-        """where [E] int64: the machine of each expert, of `machines` in all with this one; rows [T, D]; chosen [T, K]
-        int64; weights [T, K]."""
+        """allowed [M]: whether each machine may be given anything now; rows [T, D]; chosen [T, K] int64;
+        weights [T, K]."""
         narrows = rows.dtype is torch.float32 and self._dtype is torch.bfloat16
         framed = rows if narrows else rows.to(self._dtype)
         row_bytes = framed.shape[1] * self._dtype.itemsize
         if self._split is None or rows.device.type != "cpu" or row_bytes % 4:
-            return self._by_torch(where, machines, rows.to(self._dtype), chosen, weights)
-        return self._by_kernel(where, machines, framed, chosen, weights, narrows)
+            return self._by_torch(table, allowed, rows.to(self._dtype), chosen, weights)
+        return self._by_kernel(table, allowed, framed, chosen, weights, narrows)
 
     def _by_kernel(
         self,
-        where: torch.Tensor,
-        machines: int,
+        table: DealTable,
+        allowed: Sequence[bool],
         rows: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
@@ -89,27 +109,34 @@ class PairSplitter:
         assert self._split is not None
         rows, chosen = rows.contiguous(), chosen.contiguous()
         weights = weights.to(torch.float32).contiguous()
-        (count, each), width, experts = chosen.shape, rows.shape[1], where.shape[0]
+        (count, each), width, machines = chosen.shape, rows.shape[1], table.machines
+        experts, able_each = table.able.shape
         row_bytes = width * self._dtype.itemsize
         room_bytes = PAIR_BYTES * count * each + row_bytes * count
         bodies = [torch.empty(room_bytes, dtype=torch.uint8) for _ in range(machines - 1)]
         own = torch.empty(2, count * each, dtype=torch.int64)
         own_weights = torch.empty(count * each)
-        # One piece of memory for counts, rows used, their pairs, frames and seen, in this order.
-        kept = torch.empty(machines * (2 * count + 4) + experts, dtype=torch.int64)
+        # One piece of memory for counts, rows used, their pairs, frames, who is allowed, load, and four numbers of
+        # each expert, in this order.
+        kept = torch.empty(machines * (2 * count + 6) + 4 * experts, dtype=torch.int64)
         counts_at = kept.data_ptr()
         used_at = counts_at + 8 * 3 * machines
         pairs_at = used_at + 8 * machines * count
         frames_at = pairs_at + 8 * machines * count
-        seen_at = frames_at + 8 * machines
+        allowed_at = frames_at + 8 * machines
+        load_at = allowed_at + 8 * machines
+        where_at = load_at + 8 * machines
+        (ctypes.c_int64 * machines).from_address(allowed_at)[:] = allowed
         frames = (ctypes.c_int64 * machines).from_address(frames_at)
         for number, body in enumerate(bodies, start=1):
             frames[number] = body.data_ptr()
         numbers = _SplitNumbers(
-            chosen.data_ptr(), weights.data_ptr(), count, each, where.data_ptr(), machines, experts, rows.data_ptr(),
+            chosen.data_ptr(), weights.data_ptr(), count, each, table.able.data_ptr(), able_each, machines, experts,
+            allowed_at, table.prices.data_ptr(), rows.data_ptr(),
             width if narrows or self._dtype is torch.float32 else width // 2, narrows, frames_at,
             own.data_ptr(), own.data_ptr() + 8 * count * each, own_weights.data_ptr(),
-            counts_at, used_at, pairs_at, seen_at,
+            counts_at, used_at, pairs_at,
+            where_at, where_at + 8 * experts, where_at + 16 * experts, load_at, where_at + 24 * experts,
         )  # fmt: skip
         self._split(numbers, None)
         found = (ctypes.c_int64 * (3 * machines)).from_address(counts_at)[:]
@@ -132,16 +159,18 @@ class PairSplitter:
 
     def _by_torch(
         self,
-        where: torch.Tensor,
-        machines: int,
+        table: DealTable,
+        allowed: Sequence[bool],
         rows: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> Split:
-        machine_of = where.to(chosen.device)[chosen]  # [T, K]
+        wanted = torch.bincount(chosen.reshape(-1), minlength=table.able.shape[0]).tolist()
+        where = torch.tensor(deal(table.dealing, wanted, allowed), device=chosen.device)
+        machine_of = where[chosen]  # [T, K]
         own = self._pairs(machine_of == 0, chosen, weights)
         parts: list[Part] = []
-        for number in range(1, machines):
+        for number in range(1, table.machines):
             pair_row, pair_expert, pair_weight = self._pairs(machine_of == number, chosen, weights)
             if pair_row.shape[0]:
                 used, compact, row_pairs = torch.unique_consecutive(pair_row, return_inverse=True, return_counts=True)

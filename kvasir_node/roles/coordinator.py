@@ -26,9 +26,9 @@ from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, FanoutSnapshot, ModelSnapshot
 from kvasir_node.decide.admission import AdmissionLimits
+from kvasir_node.decide.dealing import Dealings
 from kvasir_node.decide.demand import Demands, Wanted, missing_slices
 from kvasir_node.decide.guests import carriers
-from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.engine import Engine
 from kvasir_node.model.manifest import Manifest, slices_of
@@ -352,7 +352,7 @@ class Coordinator:
             calm="calm" if enabled else "switched off by fanout.enabled",
         )
 
-    def _set_routes(self, decode: Routes, prompt: Routes) -> None:
+    def _set_routes(self, decode: Dealings, prompt: Dealings) -> None:
         self.dispatch.set_routes(decode, prompt, self._shape.decode_rows_max)
         self._tell_waiting()
 

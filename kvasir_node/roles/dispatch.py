@@ -25,15 +25,15 @@ import torch
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.call_times import CallLimits, Here, Wait, second_way
-from kvasir_node.decide.prediction import Routes
+from kvasir_node.decide.dealing import Dealings
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
-from kvasir_node.model.pair_split import PairSplitter, Part, Split
+from kvasir_node.model.pair_split import DealTable, PairSplitter, Part, Split
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.roles.availability import Availability
 from kvasir_node.roles.checks import AnswerChecks
 from kvasir_node.roles.comparing import wrong_result
-from kvasir_node.roles.forward import Forward, LayerRoute, PairCounters, RoutesInForce, laid_out
+from kvasir_node.roles.forward import Forward, PairCounters, RoutesInForce, laid_out
 from kvasir_node.roles.heat import HEAT_EVERY, Heat
 from kvasir_node.roles.measured import LayerMeasured, Observer
 from kvasir_node.roles.own_experts import OwnExperts
@@ -132,13 +132,10 @@ class FanoutDispatch:
 
     # The trio loop's side ------------------------------------------------------------------------------------
 
-    def set_routes(self, decode: Routes, prompt: Routes, decode_rows_max: int) -> None:
-        """What forwards of up to so many rows follow from their next layer on, and what larger ones do.
-
-        By layer, for each expert its peer or None; a layer without a route is computed here.
-        """
-        device = self._own.device
-        self._common.routes = RoutesInForce(laid_out(decode, device), laid_out(prompt, device), decode_rows_max)
+    def set_routes(self, decode: Dealings, prompt: Dealings, decode_rows_max: int) -> None:
+        """What forwards of up to so many rows follow from their next layer on, and what larger ones do."""
+        old = self._common.routes
+        self._common.routes = RoutesInForce(laid_out(decode, old.decode), laid_out(prompt, old.prompt), decode_rows_max)
 
     def set_encoding(self, encoding: Encoding) -> None:
         """What rows travel in; before the first forward, and before there are forks."""
@@ -232,7 +229,7 @@ class FanoutDispatch:
 
     def _split(
         self,
-        route: LayerRoute,
+        route: DealTable,
         layer: int,
         rows: torch.Tensor,
         chosen: torch.Tensor,
@@ -241,7 +238,7 @@ class FanoutDispatch:
         began_s = time.thread_time()  # by processor time: whoever has the core meanwhile is no cost of a call
         split, limits = self._cut(route, rows, chosen, weights)
         calls = [
-            self._new_call(route.peers[part.machine - 1], layer, rows.shape[1], part, limits[part.machine])
+            self._new_call(route.dealing.peers[part.machine - 1], layer, rows.shape[1], part, limits[part.machine])
             for part in split.parts
         ]
         twins = [self._twin_of(call) for call in calls] if self._checks.verifies_all else [None] * len(calls)
@@ -274,23 +271,22 @@ class FanoutDispatch:
                 self._checks.prepare(call)
 
     def _cut(
-        self, route: LayerRoute, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+        self, route: DealTable, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[Split, dict[int, CallLimits]]:
         """The parts for which a call should be made, with their limits, by machine; what is left is ours."""
-        where, machines = route.where, len(route.peers) + 1
+        peers = route.dealing.peers
+        allowed = [True, *map(self._is_available, peers)]
         while True:
-            split = self._splitter.split(where, machines, rows, chosen, weights)
-            limits = {part.machine: self._limits_of(route.peers[part.machine - 1], part) for part in split.parts}
+            split = self._splitter.split(route, allowed, rows, chosen, weights)
+            limits = {part.machine: self._limits_of(peers[part.machine - 1], part) for part in split.parts}
             refused = [machine for machine, each in limits.items() if each is None]
             if not refused:
                 return split, {machine: each for machine, each in limits.items() if each is not None}
-            where = where.clone()
-            where[torch.isin(where, torch.tensor(refused, device=where.device))] = 0
+            for machine in refused:
+                allowed[machine] = False
 
     def _limits_of(self, peer: PeerId, part: Part) -> CallLimits | None:
-        """How long a call may take; None when it should not or cannot be made."""
-        if not self._is_available(peer):
-            return None
+        """How long a call to an available peer may take; None when it should not or cannot be made."""
         if part.pairs > PAIRS_MAX or part.rows > ROWS_MAX or part.body.shape[0] + REQUEST_BYTES > self._body_bytes_max:
             return None
         return self._crew.limits_of(peer, part.pairs, part.pairs * self._common.times.pair_s)
@@ -307,7 +303,7 @@ class FanoutDispatch:
         return self._same_call(call, self._draw.choice(others))
 
     def _same_call(self, call: RemoteCall, peer: PeerId) -> RemoteCall | None:
-        """To another peer; None when it should not or cannot be made."""
+        """To another peer, which is available; None when it should not or cannot be made."""
         limits = self._limits_of(peer, call.part)
         if limits is None:
             return None

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from kvasir_node.base.ids import PeerId
-from kvasir_node.decide.prediction import Routes
+from kvasir_node.decide.dealing import Dealings
+from kvasir_node.model.pair_split import DealTable
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured
 from kvasir_node.roles.remote_call import RemoteCall, Served
@@ -37,31 +37,17 @@ class PairCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRoute:
-    """A layer's route as tensors: machine number of each expert (0 = here) and who the numbers are."""
-
-    where: torch.Tensor  # [E] int64
-    peers: tuple[PeerId, ...]  # number n is peers[n - 1]
-
-
-@dataclass(frozen=True, slots=True)
 class RoutesInForce:
-    """Replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it."""
+    """By layer; replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it."""
 
-    decode: Mapping[int, LayerRoute] = field(default_factory=dict[int, LayerRoute])
-    prompt: Mapping[int, LayerRoute] = field(default_factory=dict[int, LayerRoute])
+    decode: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
+    prompt: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
     decode_rows_max: int = 0
 
 
-def laid_out(routes: Routes, device: torch.device) -> Mapping[int, LayerRoute]:
-    """Those layers of which anybody else computes something."""
-    found: dict[int, LayerRoute] = {}
-    for layer, row in routes.items():
-        peers = tuple(sorted({peer for peer in row if peer is not None}))
-        if peers:
-            number: dict[PeerId | None, int] = {peer: index for index, peer in enumerate((None, *peers))}
-            found[layer] = LayerRoute(torch.tensor([number[peer] for peer in row], device=device), peers)
-    return found
+def laid_out(dealings: Dealings, like: Mapping[int, DealTable]) -> Mapping[int, DealTable]:
+    """`like`: those in force before."""
+    return {layer: DealTable(dealing, like.get(layer)) for layer, dealing in dealings.items()}
 
 
 @dataclass(slots=True)

@@ -22,6 +22,8 @@ import trio
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
+from kvasir_node.decide.costs import Costs
+from kvasir_node.decide.dealing import Dealings, dealings, fixed, pricing
 from kvasir_node.decide.governor import FORCED, Decision, Governor, GovernorLimits, Situation
 from kvasir_node.decide.planner import Plan, PlanLimits, plan
 from kvasir_node.decide.prediction import Prediction, Routes, Scene, predict
@@ -85,6 +87,7 @@ class _Offer:
     kept: Prediction | None
     prompt_kept_of: Plan | None
     prompt_kept: Prediction | None
+    costs: tuple[Costs, Costs]  # of decoding and of prompts
     took_s: float  # to work it out, processor time
 
 
@@ -99,7 +102,7 @@ class _Question:
 
 class Steering:
     """See the module. `proven`, `heat`, `load` and `round_trips` tell how things are now; `heat` is called from a
-    thread. `set_routes` takes the routes of decoding and of prompts into use, all layers of each, on the loop;
+    thread. `set_routes` takes what decoding and prompts go by into use, all layers of each, on the loop;
     `changed` hears whether fan-out is on, why, and the gain predicted."""
 
     def __init__(
@@ -114,7 +117,7 @@ class Steering:
         heat: Callable[[], Mapping[int, Sequence[float]]],
         load: Callable[[], Load],
         round_trips: Callable[[], Mapping[PeerId, float]],
-        set_routes: Callable[[Routes, Routes], None],
+        set_routes: Callable[[Dealings, Dealings], None],
         changed: Callable[[bool, str, float], None] = lambda on, reason, gain: None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
@@ -124,6 +127,8 @@ class Steering:
         slowdown = math.inf if forced else settings.max_slowdown
         self._limits = PlanLimits(slowdown, float(settings.bytes_s), must_share=forced)
         self._prompt_limits = replace(self._limits, lanes_max=1)
+        # Who has a choice may send more than was planned, and forced means what it says.
+        self._leaves_choice = not forced and not settings.bytes_s
         self._governor = Governor(FORCED if forced else GovernorLimits())
         self._enabled = settings.enabled
         self._shape = shape
@@ -144,6 +149,10 @@ class Steering:
         self._prompt: Plan | None = None  # in force; None while off
         self._decode_routes: Routes = {}
         self._prompt_routes: Routes = {}
+        self._dealt: tuple[Dealings, Dealings] = ({}, {})  # of these routes
+        self._dealt_for: tuple[int, bool] = (1, False)  # lanes, and whether fan-out was on
+        self._is_dealt_stale = False  # who is proven or what is held has changed since
+        self._costs: tuple[Costs, Costs] | None = None  # as of the newest offer
         self._carried_out: _Offer | None = None
         self._known: frozenset[tuple[PeerId, SliceId]] = frozenset()  # who was proven when last asked
         self._losses = 0  # how often somebody was not any more
@@ -163,11 +172,13 @@ class Steering:
     def world_changed(self) -> None:
         """Who is proven, or what is held here, may have changed. What may not leave any more is taken off at once."""
         known = frozenset(self._proven())
-        if not self._known <= known:
-            self._losses += 1
+        is_loss, self._is_dealt_stale = not self._known <= known, True
+        self._losses += is_loss
         self._known = known
         if self._put(self._decode_routes, self._prompt_routes):
             self._is_cut = self.on
+        elif is_loss and any(self._dealt):
+            self._deal_anew()
         self._plan_at = -math.inf
         self._wake.set()
 
@@ -286,6 +297,7 @@ class Steering:
             None if in_force is None else predict(scene, decode, question.rows, in_force.lanes, in_force.routes),
             prompt_in_force,
             None if prompt_in_force is None else predict(scene, prompt, prompt_rows, 1, prompt_in_force.routes),
+            (decode, prompt),
             self._used() - began_s,
         )
 
@@ -312,13 +324,18 @@ class Steering:
             logger.info("fan-out %s", decision.reason)
             self._changed(decision.on, decision.reason, decision.gain)
         is_new, self._carried_out = offer is not self._carried_out, offer
+        if is_new:
+            self._costs = offer.costs
+        is_put = False
         if not decision.on:
             if decision.changed or is_new:
                 self._prompt, self._is_cut = None, False
-                self._put(decision.plan.home, offer.prompt.home)
+                is_put = self._put(decision.plan.home, offer.prompt.home)
         elif self._prompt is None or decision.changed or self._is_cut or self._is_better_for_prompts(offer):
             self._prompt, self._is_cut = offer.prompt, False
-            self._put(decision.plan.routes, offer.prompt.routes)
+            is_put = self._put(decision.plan.routes, offer.prompt.routes)
+        if not is_put and (is_new or self._dealt_for != (decision.lanes, decision.on)):
+            self._deal_anew()
 
     def _is_better_for_prompts(self, offer: _Offer) -> bool:
         if self._prompt is not offer.prompt_kept_of or offer.prompt_kept is None:
@@ -333,8 +350,30 @@ class Steering:
         if (decode, prompt) == (self._decode_routes, self._prompt_routes):
             return False
         self._decode_routes, self._prompt_routes = decode, prompt
-        self._set_routes(decode, prompt)
+        self._is_dealt_stale = True
+        self._deal_anew()
         return True
+
+    def _deal_anew(self) -> None:
+        """Who may compute each expert, at what price, of the routes in use and as the world is now."""
+        lanes = 1 if self._decision is None else self._decision.lanes
+        if self._is_dealt_stale or self._dealt_for != (lanes, self.on):
+            self._is_dealt_stale, self._dealt_for = False, (lanes, self.on)
+            self._dealt = self._dealings(self._decode_routes, lanes), self._dealings(self._prompt_routes, 1)
+        if self._costs is not None:
+            decode, prompt = self._dealt
+            self._dealt = self._priced(decode, self._costs[0]), self._priced(prompt, self._costs[1])
+        self._set_routes(*self._dealt)
+
+    def _dealings(self, routes: Routes, lanes: int) -> Dealings:
+        """Lanes in each other's way are not what is dealt out here."""
+        if lanes > 1 or not self._leaves_choice:
+            return fixed(routes)
+        return dealings(routes, self._known, self._held if self.on else {})
+
+    def _priced(self, dealt: Dealings, costs: Costs) -> Dealings:
+        price = pricing(costs, self._shape.row_bytes)
+        return {layer: each.priced(price) for layer, each in dealt.items()}
 
     def _allowed(self, routes: Routes) -> Routes:
         left = without_unproven(routes, self._known)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir_node.base.ids import PeerId
+from kvasir_node.decide.dealing import Dealing, Prices, deal
 from kvasir_node.model.kernels.library import kernels
-from kvasir_node.model.pair_split import PairSplitter, Part
+from kvasir_node.model.pair_split import DealTable, PairSplitter, Part
 
 EXPERTS, WIDTH = 12, 8
+PEERS = (PeerId("ann"), PeerId("bob"), PeerId("cho"))
 
 
 @pytest.fixture(scope="module", params=["kernel", "torch"])
@@ -25,6 +30,11 @@ def splitter_of(way: str, dtype: torch.dtype) -> PairSplitter:
     if way == "torch":
         splitter._split = splitter._join = None
     return splitter
+
+
+def table_of(where: Sequence[int]) -> DealTable:
+    """Of four machines; no choice."""
+    return DealTable(Dealing(PEERS, tuple((machine,) for machine in where), Prices(*[(0.0,) * 4] * 3)))
 
 
 def arrays_of(part: Part, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -54,7 +64,7 @@ def test_every_pair_goes_to_its_machine_once(way, seed, count, each, where, dtyp
     given_dtype, wire_dtype = dtypes
     rows, chosen, weights = drawn(seed, count, each)
     rows = rows.to(given_dtype)
-    found = splitter_of(way, wire_dtype).split(torch.tensor(where), 4, rows, chosen, weights)
+    found = splitter_of(way, wire_dtype).split(table_of(where), [True] * 4, rows, chosen, weights)
     pairs = {
         (0, row, expert, weight)
         for row, expert, weight in zip(
@@ -76,6 +86,27 @@ def test_every_pair_goes_to_its_machine_once(way, seed, count, each, where, dtyp
         for row in range(count)
         for slot in range(each)
     }
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 9),
+    able=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=EXPERTS, max_size=EXPERTS),
+    allowed=st.tuples(st.just(True), *[st.booleans()] * 3),
+    prices=st.lists(st.integers(0, 64), min_size=12, max_size=12),  # small integers: sums in float32 are exact
+)
+def test_experts_are_dealt_out_as_the_plain_function_says(way, seed, count, able, allowed, prices):
+    dealing = Dealing(PEERS, tuple(map(tuple, able)), Prices(*(tuple(map(float, prices[at::3])) for at in range(3))))
+    rows, chosen, weights = drawn(seed, count, 3)
+    found = splitter_of(way, torch.float32).split(DealTable(dealing), allowed, rows, chosen, weights)
+    pairs = torch.bincount(chosen.reshape(-1), minlength=EXPERTS).tolist()
+    where = dict.fromkeys(found.own_experts.tolist(), 0)
+    for part in found.parts:
+        where |= dict.fromkeys(arrays_of(part, torch.float32)[2].tolist(), part.machine)
+    wanted = deal(dealing, pairs, allowed)
+    assert where == {expert: wanted[expert] for expert in where}
+    assert len(where) == sum(1 for each in pairs if each)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

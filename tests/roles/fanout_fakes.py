@@ -18,11 +18,12 @@ from kvasir_node.base.errors import KvasirError, Unreachable
 from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.decide.call_times import CallLimits
+from kvasir_node.decide.dealing import fixed
 from kvasir_node.decide.prediction import Routes
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.checkpoint import Checkpoint, ExpertMaths
 from kvasir_node.model.experts import ExpertShard
-from kvasir_node.model.pair_split import PairSplitter
+from kvasir_node.model.pair_split import DealTable, PairSplitter
 from kvasir_node.model.tensor_file import read_header, read_tensor
 from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.memory_net import MemoryNetwork, MemoryTransport
@@ -178,7 +179,7 @@ def route_of(*peers: PeerId | None, layers: Sequence[int] = LAYERS) -> Routes:
 
 def follow(dispatch: FanoutDispatch, routes: Routes) -> None:
     """Forwards of any size go by these routes."""
-    dispatch.set_routes(routes, {}, 1 << 20)
+    dispatch.set_routes(fixed(routes), {}, 1 << 20)
 
 
 # A crew with a network ------------------------------------------------------------------------------------------
@@ -230,8 +231,8 @@ class Loop:
         """A call with rows for all experts of a slice, sent."""
         rows, _, weights = random_rows(seed, part.count, 1)
         chosen = torch.arange(part.first, part.last + 1)[:, None]
-        where = torch.ones(EXPERTS, dtype=torch.int64)
-        (cut,) = PairSplitter(torch.float32).split(where, 2, rows, chosen, weights).parts
+        table = DealTable(fixed({0: (peer,) * EXPERTS})[0])
+        (cut,) = PairSplitter(torch.float32).split(table, (True, True), rows, chosen, weights).parts
         call = RemoteCall(peer, part.layer, cut, D, Encoding.FLOAT32, CallLimits(deadline_s, deadline_s), seed)
         self.crew.send([call])
         return call

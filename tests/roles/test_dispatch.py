@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, RejectReason, Unreachable
 from kvasir_node.base.ids import ExpertId, PeerId
+from kvasir_node.decide.dealing import fixed
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.tensor_file import read_tensor
@@ -181,7 +182,8 @@ def test_law_2_without_a_route_nothing_leaves_and_nothing_is_copied_for_a_trial(
 def test_forwards_with_a_prompt_follow_routes_of_their_own(own):
     crew = FakeCrew({peer: answer_of(own, "honest") for peer in PEERS})
     dispatch = make_dispatch(own, crew)
-    dispatch.set_routes({**route_of(ANN), **route_of(None, layers=(2,))}, route_of(BOB, layers=(1,)), 5)
+    decode = fixed({**route_of(ANN), **route_of(None, layers=(2,))})
+    dispatch.set_routes(decode, fixed(route_of(BOB, layers=(1,))), 5)
     for count in (5, 6):
         dispatch.begin(count)
         for layer in LAYERS:

@@ -13,6 +13,7 @@ import trio
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import FanoutSettings
+from kvasir_node.decide.dealing import Dealings
 from kvasir_node.roles.costing import Costing
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured, StepMeasured
 from kvasir_node.roles.steering import REFRESH_S, TICK_MAX_S, TICK_S, Load, Shape, Steering
@@ -52,7 +53,8 @@ class World:
     used_s: float = 0.0
     plans: int = 0
     planning: int = 0
-    set: list[tuple[float, dict, dict]] = field(default_factory=list)  # at, decode, prompt
+    set: list[tuple[float, dict, dict]] = field(default_factory=list)  # at, planned for decode, for prompts: changes
+    dealt: tuple[Dealings, Dealings] = ({}, {})
     engine: Lanes = field(default_factory=Lanes)
     steering: Steering = None  # type: ignore[assignment]
     costing: Costing = None  # type: ignore[assignment]
@@ -101,6 +103,13 @@ class World:
     def step(self, tokens_per_s: float, *, has_prompt: bool = False) -> None:
         self.steering.stepped(StepMeasured((1,), SLOTS, SLOTS / tokens_per_s, has_prompt))
 
+    def dealings_set(self, decode: Dealings, prompt: Dealings) -> None:
+        self.dealt = decode, prompt
+        home = dict.fromkeys(SHAPE.layers, (None,) * EXPERTS)
+        rows = tuple(home | {layer: each.planned() for layer, each in dealings.items()} for dealings in self.dealt)
+        if not self.set or self.set[-1][1:] != rows:
+            self.set.append((trio.current_time(), *rows))
+
     @property
     def decode(self) -> dict:
         return self.set[-1][1]
@@ -128,7 +137,7 @@ async def open_world(settings: FanoutSettings | None = None, **changes: object) 
         heat=dict,
         load=lambda: world.load,
         round_trips=lambda: {peer: worker.rtt_s for peer, worker in world.workers.items()},
-        set_routes=lambda decode, prompt: world.set.append((trio.current_time(), dict(decode), dict(prompt))),
+        set_routes=lambda *dealt: world.dealings_set(*dealt),
         run_blocking=world.run_blocking,
         clock=trio.current_time,
         used=world.used,

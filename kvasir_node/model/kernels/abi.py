@@ -84,16 +84,19 @@ LINEAR_NUMBERS = (
 LINEAR_FACTORS = ("epsilon",)
 LINEAR_ALL, LINEAR_NORM, LINEAR_PROJECT = range(3)
 
-# split: the pairs of a layer, cut into one part for each machine; 0 = here.
+# split: the pairs of a layer, dealt out as `decide.dealing.deal` says and cut into one part for each machine; 0 = here.
 
 SPLIT_NUMBERS = (
     *("chosen", "weights", "row_count", "each"),  # int64 [T, K], float32 [T, K], T, K
-    *("where", "machines", "experts"),  # int64 [E]: each expert's machine; M, E
+    *("able", "able_each", "machines", "experts"),  # int64 [E, C]: who may compute each, -1 = nobody else; C, M, E
+    "allowed",  # int64 [M]: 0 for those that get nothing this time
+    "prices",  # float32 [3, M], as in `decide.dealing.Prices`
     *("rows", "row_words", "narrows"),  # [T, D] of so many four-byte words a row; 1: float32 that leave as bfloat16
     "frames",  # int64 [M]: where the arrays of each frame go, as in `wire.tensors`; the first is not used
     *("own_rows", "own_experts", "own_weights"),  # int64, int64, float32 [T × K]: our own pairs
     "counts",  # int64 [3, M]: pairs, rows and different experts of each part
     *("used", "row_pairs"),  # int64 [M, T]: which rows a part has, ascending, and how many pairs each
+    *("where", "wanted", "order", "load"),  # room: int64 [E] three times, float32 [M]
     "seen",  # room: int64 [E]
 )
 

@@ -1,9 +1,11 @@
-"""Cutting a layer's pairs into one part for each machine, and adding up what comes back: the hot path of fan-out.
+"""Dealing a layer's pairs out to machines, cutting one part for each, and adding up what comes back: the hot path of
+fan-out.
 
-It does not know machines, routes or frames: it gets addresses (`abi`). As torch operations both cost more than the
-network does.
+It does not know machines, routes or frames: it gets addresses (`abi`). As torch operations all of it costs more than
+the network does.
 
-Shapes: T rows, K experts chosen for each, D model width, E experts, M machines (0 = here), R rows of one part.
+Shapes: T rows, K experts chosen for each, D model width, E experts, M machines (0 = here), C machines among which an
+expert is dealt, R rows of one part.
 """
 
 from __future__ import annotations
@@ -16,12 +18,64 @@ from kvasir_node.model.kernels.abi import JOIN_NUMBERS, SPLIT_NUMBERS
 from kvasir_node.model.kernels.vector_code import FAST, compiled, float_of_bits, floats, ints, store_bf16, words
 
 (
-    CHOSEN, WEIGHTS, ROW_COUNT, EACH, WHERE, MACHINES, EXPERTS, ROWS, ROW_WORDS, NARROWS, FRAMES, OWN_ROWS,
-    OWN_EXPERTS, OWN_WEIGHTS, COUNTS, USED, ROW_PAIRS, SEEN,
+    CHOSEN, WEIGHTS, ROW_COUNT, EACH, ABLE, ABLE_EACH, MACHINES, EXPERTS, ALLOWED, PRICES, ROWS, ROW_WORDS, NARROWS,
+    FRAMES, OWN_ROWS, OWN_EXPERTS, OWN_WEIGHTS, COUNTS, USED, ROW_PAIRS, WHERE, WANTED, ORDER, LOAD, SEEN,
 ) = range(len(SPLIT_NUMBERS))  # fmt: skip
 SUMS, JOIN_ROWS, WIDTH, IS_BF16, JOIN_USED, JOIN_PAIRS, TOTALS, DONE = range(len(JOIN_NUMBERS))
 
 Numbers = Any  # an array
+
+
+@compiled()
+def _ordered(wanted: Numbers, order: Numbers, experts: int) -> int:
+    """The experts that are wanted of more than 0, most first; returns how many. They are few, so they are inserted."""
+    count = 0
+    for expert in range(experts):
+        if wanted[expert] <= 0:
+            continue
+        place = count
+        while place > 0 and wanted[order[place - 1]] < wanted[expert]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = expert
+        count += 1
+    return count
+
+
+@compiled()
+def _deal(p: Numbers, chosen: Numbers, where: Numbers) -> None:
+    machines, experts, each = p[MACHINES], p[EXPERTS], p[ABLE_EACH]
+    able, allowed = ints(p[ABLE], experts * each), ints(p[ALLOWED], machines)
+    if each == 1:
+        for expert in range(experts):
+            where[expert] = able[expert] * allowed[able[expert]]
+        return
+    wanted, order = ints(p[WANTED], experts), ints(p[ORDER], experts)
+    prices, load = floats(p[PRICES], 3 * machines), floats(p[LOAD], machines)
+    for expert in range(experts):
+        wanted[expert] = 0
+    for place in range(chosen.shape[0]):
+        wanted[chosen[place]] += 1
+    for machine in range(machines):
+        load[machine] = prices[machine]
+    for expert in range(experts):
+        choices, only = 0, 0
+        for at in range(expert * each, (expert + 1) * each):
+            if able[at] >= 0 and allowed[able[at]]:
+                choices, only = choices + 1, able[at]
+        if wanted[expert] > 0 and choices <= 1:
+            load[only] += prices[machines + only] + prices[2 * machines + only] * np.float32(wanted[expert])
+            where[expert], wanted[expert] = only, 0
+    for place in range(_ordered(wanted, order, experts)):
+        expert = order[place]
+        best, best_s = 0, np.float32(np.inf)
+        for at in range(expert * each, (expert + 1) * each):
+            machine = able[at]
+            if machine >= 0 and allowed[machine]:
+                more_s = prices[machines + machine] + prices[2 * machines + machine] * np.float32(wanted[expert])
+                if load[machine] + more_s < best_s:
+                    best, best_s = machine, load[machine] + more_s
+        where[expert], load[best] = best, best_s
 
 
 @compiled()
@@ -65,6 +119,7 @@ def split(p: Numbers) -> int:
     rows, each, machines = p[ROW_COUNT], p[EACH], p[MACHINES]
     chosen, weights = ints(p[CHOSEN], rows * each), floats(p[WEIGHTS], rows * each)
     where, frames = ints(p[WHERE], p[EXPERTS]), ints(p[FRAMES], machines)
+    _deal(p, chosen, where)
     counts, used = ints(p[COUNTS], 3 * machines), ints(p[USED], machines * rows)
     _count(p, chosen, where, counts, used, ints(p[ROW_PAIRS], machines * rows))
     own_rows, own_experts = ints(p[OWN_ROWS], rows * each), ints(p[OWN_EXPERTS], rows * each)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,39 +141,60 @@ class Timeline:
             self.note("serving", f"first of {remote_pairs} pairs, {path}")
 
 
-def watch(coordinator: Home, worker: Home, burst: Burst, timeline: Timeline, options: argparse.Namespace) -> None:
-    wanted = {"serving", f"connected: {options.expect}"}
-    until = time.monotonic() + options.timeout_s
+@dataclass(slots=True)
+class Homes:
+    """A swarm that is asked for answers without pause; `hubs` in the order of their places."""
+
+    lab: Lab
+    hubs: list[Home]
+    coordinator: Home
+    worker: Home
+    burst: Burst
+    timeline: Timeline
+
+
+@contextmanager
+def asked_homes(lab: Lab, folder: Path, *, tokens: int = 16, hub_places: Sequence[str] = ("hub1",)) -> Iterator[Homes]:
+    """The worker is the last to come. All hubs join the first one, the others find them through it."""
+    with ExitStack() as stack:
+        hubs = [stack.enter_context(home(lab, folder, hub_places[0], "hub"))]
+        ticket = hubs[0].ready["ticket"]
+        hubs += [stack.enter_context(home(lab, folder, place, "hub", ticket)) for place in hub_places[1:]]
+        need = {"KVASIR_COORDINATOR__HOLD": "half"}
+        coordinator = stack.enter_context(home(lab, folder, "hostA", "coordinator", ticket, **need))
+        solo = {each: coordinator.complete(each, tokens)["choices"][0]["text"] for each in PROMPTS}
+        worker = stack.enter_context(home(lab, folder, "hostB", "worker", ticket))
+        homes = Homes(lab, hubs, coordinator, worker, Burst(coordinator, solo, tokens), Timeline())
+        thread = threading.Thread(target=homes.burst.run)
+        thread.start()
+        try:
+            yield homes
+        finally:
+            homes.burst.stop = True
+            thread.join()
+
+
+def watch(homes: Homes, expect: str, timeout_s: float) -> None:
+    """Notes what happens until the worker serves and is reached as expected."""
+    wanted = {"serving", f"connected: {expect}"}
+    until = time.monotonic() + timeout_s
     while time.monotonic() < until:
-        timeline.look(coordinator.status(), worker.status(), burst.remote_pairs)
-        if wanted <= timeline.seen.keys():
+        homes.timeline.look(homes.coordinator.status(), homes.worker.status(), homes.burst.remote_pairs)
+        if wanted <= homes.timeline.seen.keys():
             until = min(until, time.monotonic() + STILL_S)
             wanted = {"nothing more"}
         time.sleep(LOOK_S)
 
 
 def run(lab: Lab, folder: Path, options: argparse.Namespace) -> bool:
-    with ExitStack() as stack:
-        hub = stack.enter_context(home(lab, folder, "hub1", "hub"))
-        ticket = hub.ready["ticket"]
-        need = {"KVASIR_COORDINATOR__HOLD": "half"}
-        coordinator = stack.enter_context(home(lab, folder, "hostA", "coordinator", ticket, **need))
-        solo = {each: coordinator.complete(each, options.tokens)["choices"][0]["text"] for each in PROMPTS}
-        print(f"coordinator ready, {len(solo)} answers; home A: {options.a}, home B: {options.b}", flush=True)
-        worker = stack.enter_context(home(lab, folder, "hostB", "worker", ticket))
-        timeline = Timeline()
-        burst = Burst(coordinator, solo, options.tokens)
-        thread = threading.Thread(target=burst.run)
-        thread.start()
-        try:
-            watch(coordinator, worker, burst, timeline, options)
-        finally:
-            burst.stop = True
-            thread.join()
-        remote = f"{burst.remote_pairs} pairs computed by the worker"
-        print(f"{burst.answered} answers, {len(burst.wrong)} wrong, {len(burst.failed)} failed; {remote}", flush=True)
-        reached = {"serving", f"connected: {options.expect}"} <= timeline.seen.keys()
-        return reached and not burst.wrong and not burst.failed
+    print(f"home A: {options.a}, home B: {options.b}", flush=True)
+    with asked_homes(lab, folder, tokens=options.tokens) as homes:
+        watch(homes, options.expect, options.timeout_s)
+    burst = homes.burst
+    remote = f"{burst.remote_pairs} pairs computed by the worker"
+    print(f"{burst.answered} answers, {len(burst.wrong)} wrong, {len(burst.failed)} failed; {remote}", flush=True)
+    reached = {"serving", f"connected: {options.expect}"} <= homes.timeline.seen.keys()
+    return reached and not burst.wrong and not burst.failed
 
 
 def main() -> int:

@@ -206,9 +206,11 @@ class Placement:
         for held in self._held.values():
             if self._hubs and held.hub not in self._hubs:
                 held.hub = self._hubs[0]  # and stays with it: two hubs that renew one lease would count it twice
-            if came and (held.unanswered or held.hub in came):
-                soon_s = self._chance.uniform(0, 0.25) * self._limits.renew_interval_s
-                held.renew_at = min(held.renew_at, now + soon_s)
+            soon_at = now + self._chance.uniform(0, 0.25) * self._limits.renew_interval_s if came else math.inf
+            if held.unanswered or held.hub in came:
+                held.renew_at = min(held.renew_at, soon_at)
+            if held.attach_at is not None:  # the way to a lost coordinator may be back with it
+                held.attach_at = min(held.attach_at, soon_at)
 
     def _on_demand(self, open_copies: int, idle: int, now: float) -> None:
         """Demand appeared, or has become much more: some of all idle nodes poll soon, as many as are needed; when it is

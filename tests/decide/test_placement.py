@@ -451,6 +451,19 @@ def test_after_an_outage_longer_than_the_lease_a_proven_slice_is_renewed_attache
     assert player.stage() is Stage.SERVING
 
 
+def test_a_hub_that_comes_back_is_reason_to_look_for_the_lost_coordinator_at_once():
+    player = at_stage(Stage.SERVING)
+    player.hears(CoordinatorLost("lease 1"))
+    for _ in range(6):
+        player.waits_for(Attach)
+        player.hears(StepFailed("lease 1", retry=True))
+    player.hears(HubsKnown(()))
+    came_at = player.now
+    player.hears(HubsKnown((HUB,)))
+    player.waits_for(Attach)
+    assert player.now - came_at <= 0.25 * 3.0
+
+
 def test_a_proof_that_the_coordinator_takes_back_no_longer_holds_an_expired_lease():
     player = at_stage(Stage.SERVING)
     player.hears(StandingTold("lease 1", proven=False))

@@ -5,6 +5,7 @@ import torch
 
 from kvasir_node.base.errors import Misbehaved, RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
+from kvasir_node.decide.absences import AbsenceLimits, Absences
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.decide.ledger import Ledger, LedgerLimits, Standing
 from kvasir_node.decide.market import Demand, LeaseOffer, Market, MarketLimits
@@ -46,6 +47,25 @@ def test_wrong_answers_ban():
         ledger.failed(ANN, PART, now, "differs", wrong=True)
     assert ledger.standing(ANN, PART) is Standing.BANNED
     assert not ledger.may_try(ANN, PART, "192.0.2.1", 1e9)
+
+
+@pytest.mark.parametrize("way", ["answers late", "ends"])
+def test_what_is_lost_with_the_way_to_a_worker_costs_no_standing_however_often(way):
+    ledger, absences = attached(), Absences(AbsenceLimits(rest_s=5.0, rest_max_s=600.0))
+    ledger.begin_trial(ANN, PART, "192.0.2.1", 0.0)
+    ledger.right(ANN, PART, 0.0)
+    for now in range(10, 500, 10):
+        assert absences.late(ANN, now - 1.0)  # calls were under way
+        if way == "ends":
+            absences.lost(ANN, now)
+            ledger.detach(ANN, PART)
+            assert ledger.proven() == ()  # nor is it coverage meanwhile
+            ledger.attach(ANN, PART)
+        else:
+            assert not absences.answered(ANN, 3.0, 0.1, now)
+    assert ledger.proven() == ((ANN, PART),)
+    assert ledger.pairs()[0].failures == 0
+    assert absences.is_away(ANN, 500.0)  # but it gets no work for a while, so that waiting for it has an end
 
 
 @pytest.mark.parametrize("end", ["give_up_trial", "detach"])

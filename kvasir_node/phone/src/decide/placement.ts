@@ -3,7 +3,8 @@
 // and the time (s), and returns commands; roles/worker.ts carries them out.
 //
 //     (offer) fetching -> loading -> trial -> serving -> draining -> gone
-//     lost coordinator: back to trial, connecting again with growing pauses until the lease or patience ends
+//     lost coordinator: back to trial, connecting again with growing pauses until patience ends, or the lease if the
+//     slice was not proven: of one that was, the coordinator remembers the proof, and an outage may be our own
 import type { Cid, PeerId, SliceId } from '../base/ids.js'
 import { sliceText } from '../base/ids.js'
 
@@ -63,6 +64,7 @@ interface Held {
   attachAt: number | undefined
   attachPauseS: number
   lostAt: number | undefined
+  isProven: boolean // by the coordinator's last word
   unanswered: boolean // no hub has answered the latest renewal
 }
 
@@ -88,7 +90,7 @@ export class Placement {
     for (const held of this.held.values()) {
       if (held.stage === 'draining') continue
       times.push(held.renewAt)
-      if (!servesOn(held)) times.push(held.expiresAt)
+      if (!held.isProven) times.push(held.expiresAt)
       if (held.attachAt !== undefined) times.push(held.attachAt)
     }
     return times.length > 0 ? Math.min(...times) : undefined
@@ -131,9 +133,10 @@ export class Placement {
     this.hubs = [...came, ...this.hubs.filter(hub => hubs.includes(hub))]
     for (const held of this.held.values()) {
       if (this.hubs.length > 0 && !this.hubs.includes(held.hub)) held.hub = this.hubs[0]! // and stays with it
-      if (came.length > 0 && (held.unanswered || came.includes(held.hub))) {
-        held.renewAt = Math.min(held.renewAt, now + this.between(0, 0.25) * this.limits.renewIntervalS)
-      }
+      const soonAt = came.length > 0 ? now + this.between(0, 0.25) * this.limits.renewIntervalS : Infinity
+      if (held.unanswered || came.includes(held.hub)) held.renewAt = Math.min(held.renewAt, soonAt)
+      // The way to a lost coordinator may be back with it.
+      if (held.attachAt !== undefined) held.attachAt = Math.min(held.attachAt, soonAt)
     }
     return []
   }
@@ -168,6 +171,7 @@ export class Placement {
       attachAt: undefined,
       attachPauseS: 0,
       lostAt: undefined,
+      isProven: false,
       unanswered: false
     })
     return [{ kind: 'fetch', assignment }]
@@ -193,6 +197,7 @@ export class Placement {
       case 'standing told':
         if (isAttached(held)) {
           held.stage = event.proven ? 'serving' : 'trial'
+          held.isProven = event.proven
           if (event.proven) this.failures = 0
         }
         return []
@@ -312,7 +317,8 @@ export class Placement {
   private onTick (now: number): Command[] {
     const commands: Command[] = []
     for (const held of this.held.values()) {
-      if (held.stage !== 'draining' && now >= held.expiresAt && !servesOn(held)) commands.push(...this.startDrain(held, false))
+      // Of a proven slice a hub must say that its lease has ended: silence may be our own absence.
+      if (held.stage !== 'draining' && now >= held.expiresAt && !held.isProven) commands.push(...this.startDrain(held, false))
     }
     const active = [...this.held.values()].filter(held => held.stage !== 'draining')
     commands.push(...this.renew(active, now))
@@ -336,9 +342,4 @@ export class Placement {
 
 function isAttached (held: Held): boolean {
   return held.stage === 'trial' || held.stage === 'serving'
-}
-
-/** Whether a lease goes on beyond its end: no hub can be reached, and the coordinator still counts on us. */
-function servesOn (held: Held): boolean {
-  return held.unanswered && held.stage === 'serving'
 }

@@ -78,6 +78,7 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.do(f"{domain}.enable")
         await self.do("Page.navigate", url=url)
+        await self.until(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     async def value(self, expression: str) -> Any:
         """Of JavaScript; promises are waited for."""
@@ -86,8 +87,9 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = 10.0) -> None:
-        """Waits until JavaScript is true."""
+    async def until(self, expression: str, timeout_s: float = 30.0) -> None:
+        """Waits until JavaScript is true, in a document that has a body."""
+        expression = f"Boolean(document.body) && ({expression})"
         with trio.move_on_after(timeout_s):
             while not await self.value(expression):  # noqa: ASYNC110
                 await trio.sleep(0.05)

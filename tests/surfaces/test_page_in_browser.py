@@ -27,7 +27,7 @@ async def no_harm(page: Page, url: str) -> None:
 
 
 async def test_the_whole_page(tmp_path):
-    node = FakeNode(settings_with(), piece_s=0.05)
+    node = FakeNode(settings_with(), piece_s=2.0)
     node.status = replace(busy_snapshot(), name=EVIL, warnings=(EVIL,))
     node.status = replace(
         node.status, workers=tuple(replace(each, name=EVIL, reason=EVIL) for each in node.status.workers)
@@ -37,7 +37,7 @@ async def test_the_whole_page(tmp_path):
         await _follows_it(page, node)
         await _chats(page, node)
         await _fits_a_phone_and_keeps_its_contrast(page)
-        assert await page.value("document.title.includes('owned')") is False
+        assert await page.value("document.title") != "owned"
         await no_harm(page, served.url)
 
 
@@ -65,13 +65,13 @@ async def _follows_it(page: Page, node: FakeNode) -> None:
 async def _chats(page: Page, node: FakeNode) -> None:
     await page.type("#prompt", EVIL)
     await page.click("#send")
-    await page.until(
-        "document.querySelector('#turns .assistant .text').textContent === 'It is a truth '"
-    )  # as it comes
+    answer = "document.querySelector('#turns .assistant .text').textContent"
+    await page.until(f"{answer}.startsWith('It is') && !{answer}.includes('acknowledged')")  # as it comes
+    node.piece_s = 0.0
     await page.until(shows("It is a truth universally acknowledged"))
     await page.until("/3 tokens in [0-9.]+ s/.test(document.querySelector('#turns .assistant .told').textContent)")
     assert node.requests[-1].messages == ({"role": "user", "content": EVIL},)
-    node.piece_s = 5.0
+    node.piece_s = 30.0
     await page.type("#prompt", "again")
     await page.click("#send")
     await page.until("document.getElementById('stop').disabled === false")

@@ -5,84 +5,34 @@ Suspending is tested under a real shell with job control.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import select
 import shlex
-import struct
-import subprocess
 import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+from terminals import ENTER, LEAVE, Terminal, in_terminal, resize
 
 SCRIPT = Path(__file__).with_name("fake_up.py")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
-
-
-@dataclass
-class Terminal:
-    process: subprocess.Popen[bytes]
-    controller: int
-    shown: str = ""
-
-    def type(self, keys: str) -> None:
-        """What is shown from now on counts."""
-        self.shown = ""
-        os.write(self.controller, keys.encode())
-
-    def until(self, text: str, timeout_s: float = 40.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self.shown:
-            assert time.monotonic() < deadline, f"never saw {text!r} in {self.shown[-2000:]!r}"
-            if select.select([self.controller], [], [], 0.1)[0]:
-                self.shown += os.read(self.controller, 65536).decode("utf-8", "replace")
-
-    def end(self) -> int:
-        code = self.process.wait(15)
-        self.until(LEAVE)
-        return code
-
-
-@contextmanager
-def _in_terminal(command: list[str], environment: dict[str, str]) -> Iterator[tuple[Terminal, int]]:
-    controller, end = pty.openpty()
-    process = subprocess.Popen(
-        command, stdin=end, stdout=end, stderr=end, env={**os.environ, **environment}, preexec_fn=_own_terminal
-    )
-    try:
-        yield Terminal(process, controller), end
-    finally:
-        process.kill()
-        process.wait()
-        os.close(controller)
-        os.close(end)
 
 
 @pytest.fixture
 def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Terminal, int]]:
     environment = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **getattr(request, "param", {})}
-    with _in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], environment) as found:
+    with in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], environment) as found:
         yield found
 
 
 def _up(data_dir: Path) -> str:
     return shlex.join([sys.executable, str(SCRIPT), str(data_dir), "screen=yes"]) + " 2>/dev/null"
-
-
-def _own_terminal() -> None:
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"])
@@ -120,7 +70,7 @@ def test_a_terminal_without_unicode_gets_ascii(terminal):
 
 def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(tmp_path):
     environment = {"TERM": "xterm", "PS1": "shell> "}
-    with _in_terminal(["bash", "--norc", "--noprofile", "-i"], environment) as (shown, end):
+    with in_terminal(["bash", "--norc", "--noprofile", "-i"], environment) as (shown, end):
         shown.type(f"{_up(tmp_path)}\n")
         shown.until("q quit")
         shown.type("\x1a")
@@ -143,7 +93,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(tmp_path):
 
 
 def test_in_the_background_the_node_goes_on_without_the_terminal(tmp_path):
-    with _in_terminal(["bash", "--norc", "--noprofile", "-i"], {"TERM": "xterm"}) as (shown, _):
+    with in_terminal(["bash", "--norc", "--noprofile", "-i"], {"TERM": "xterm"}) as (shown, _):
         shown.type(f"{_up(tmp_path)}\n")
         shown.until("q quit")
         shown.type("\x1a")
@@ -159,21 +109,17 @@ def test_in_the_background_the_node_goes_on_without_the_terminal(tmp_path):
 
 def test_it_follows_the_terminals_size_and_one_that_takes_nothing_holds_the_node_up_in_nothing(tmp_path):
     """Nobody reads what is drawn, as when a connection fell asleep; the API answers and the node ends on SIGTERM."""
-    with _in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], {"TERM": "xterm"}) as (shown, end):
+    with in_terminal(["sh", "-c", f"exec {_up(tmp_path)}"], {"TERM": "xterm"}) as (shown, end):
         shown.until("q quit")
         shown.shown = ""
-        _resize(end, 12, 40)
+        resize(end, 12, 40)
         shown.until("\x1b[12;1H")
         assert "\x1b[13;1H" not in shown.shown
         for width in range(200, 240):  # every size draws everything anew, until the buffer is full
-            _resize(end, 60, width)
+            resize(end, 60, width)
             time.sleep(0.02)
         assert not select.select([], [end], [], 0)[1]
         api = json.loads((tmp_path / "node.json").read_text())["api"]
         assert httpx.get(f"{api}/health", timeout=5, trust_env=False).status_code == 200
         shown.process.terminate()
         assert shown.process.wait(15) == 0
-
-
-def _resize(terminal: int, lines: int, width: int) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, width, 0, 0))

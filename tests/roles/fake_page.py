@@ -15,11 +15,12 @@ from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings, Settings, load_settings
 from kvasir_node.decide.pairing import PairRefusal
 from kvasir_node.decide.placement import DemandSeen, HubsKnown
+from kvasir_node.net.circuit import Circuits
 from kvasir_node.net.hello import Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.rpc import one_call
 from kvasir_node.net.stream_io import read_exactly
-from kvasir_node.net.transport import Transport
+from kvasir_node.net.transport import Stream, Transport
 from kvasir_node.roles.content import Fetcher, open_block_calls
 from kvasir_node.roles.download import FetchTally
 from kvasir_node.roles.link import Compute, compute_here
@@ -68,12 +69,20 @@ def guest_membership(transport: Transport, found: GuestPass, roles: Sequence[str
 class FakePage:
     """A page at work: the swarm's own Worker, on a transport that dials WebSockets, as a member by a pass."""
 
-    def __init__(self, transport: Libp2pTransport, folder: Path, settings: Settings, compute: Compute) -> None:
+    def __init__(
+        self,
+        transport: Libp2pTransport,
+        folder: Path,
+        settings: Settings,
+        compute: Compute,
+        found: GuestPass | None = None,
+    ) -> None:
         self.transport = transport
         self._folder = folder
         self._settings = settings
         self._compute = compute
-        self.found: GuestPass | None = None
+        self.tally = FetchTally()
+        self.found = found
 
     @property
     def peer_id(self) -> PeerId:
@@ -92,8 +101,12 @@ class FakePage:
         async def require(peer: PeerId) -> None:
             await membership.require(peer, 8)
 
+        async def take_nothing(stream: Stream, _: PeerId) -> None:
+            await stream.reset()
+
+        self.transport.use_circuits(Circuits(self.transport, require, take_nothing).dial)
         store = BlockStore(self._folder / "blocks", quota_bytes=1 << 30)
-        fetcher = Fetcher(open_block_calls(self.transport), store, self._settings.store, FetchTally())
+        fetcher = Fetcher(open_block_calls(self.transport), store, self._settings.store, self.tally)
         self.worker = Worker(
             self._settings,
             self.transport,
@@ -117,12 +130,13 @@ class FakePage:
 
 
 @asynccontextmanager
-async def open_page(folder: Path, link: str, *, compute: Compute = compute_here) -> AsyncIterator[FakePage]:
-    """A page that works from the moment this is entered until it is left, which is as if its tab was closed."""
+async def open_page(folder: Path, by: str | GuestPass, *, compute: Compute = compute_here) -> AsyncIterator[FakePage]:
+    """A page that works, by a link or by its pass, until this is left, which is as if its tab was closed."""
     settings = load_settings(flags={**QUICK, "node.data_dir": str(folder)})
     async with page_transport(folder) as transport, trio.open_nursery() as nursery:
-        page = FakePage(transport, folder, settings, compute)
-        await page.pair(link)
+        page = FakePage(transport, folder, settings, compute, None if isinstance(by, str) else by)
+        if isinstance(by, str):
+            await page.pair(by)
         await nursery.start(page.run)  # pyright: ignore[reportArgumentType]
         yield page
         nursery.cancel_scope.cancel()

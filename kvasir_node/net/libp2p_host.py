@@ -44,6 +44,7 @@ from kvasir_node.net.dialler import DialAddress, describe_failure, dial_first, p
 from kvasir_node.net.express import ExpressChannel
 from kvasir_node.net.express_door import MAGIC as EXPRESS_MAGIC
 from kvasir_node.net.express_door import ExpressDoor
+from kvasir_node.net.handshakes import Handshakes
 from kvasir_node.net.identity import load_or_create_key, peer_id_of, sign_with
 from kvasir_node.net.listener import TcpListener, bind_all
 from kvasir_node.net.muxer import YamuxConnection, YamuxNegotiator
@@ -57,7 +58,6 @@ from kvasir_node.net.transport import Connection, PeerConnected, PeerLost, Strea
 from kvasir_node.net.websocket import WebSocketStream, accept_websocket, begins_as_http, connect_websocket
 
 UPGRADE_TIMEOUT_S = 10  # an inbound connection must be authenticated by then; libp2p wants whole seconds
-HANDSHAKES_MAX = 64  # inbound connections that are not authenticated yet
 DUPLICATE_LINGER_S = 10.0  # streams on a second connection to the same peer may take this long to end ...
 RELAYED_LINGER_S = 120.0  # ... and this long on one through a relay, once there is a direct one
 SHUTDOWN_S = 2.0
@@ -138,7 +138,7 @@ class Libp2pTransport(INotifee):
         self._peer_id = peer_id_of(key)
         self._table = ConnectionTable(self._peer_id, settings.peers_max)
         self._dials: dict[PeerId, trio.Event] = {}
-        self._handshakes = trio.CapacityLimiter(HANDSHAKES_MAX)
+        self._handshakes = Handshakes()
         self._door = ExpressDoor(settings.frame_bytes_max)
         self._doors: dict[bytes, Callable[[TcpStream], Awaitable[None]]] = {EXPRESS_MAGIC: self._door.admit}
         self._advertise: Callable[[Sequence[str]], Sequence[str]] = lambda listening: listening
@@ -309,22 +309,20 @@ class Libp2pTransport(INotifee):
 
     async def _accepted(self, stream: trio.SocketStream) -> None:
         tcp = TcpStream(stream)
+        host = (tcp.get_remote_address() or ("", 0))[0]
         try:
-            self._handshakes.acquire_on_behalf_of_nowait(tcp)
-            try:
-                with trio.fail_after(UPGRADE_TIMEOUT_S):
-                    for magic, admit in self._doors.items():
-                        if await tcp.begins_with(magic):
-                            await admit(tcp)
-                            return
-                    if self._table.is_full:
-                        raise KvasirError(f"{self._settings.peers_max} peers are connected already")
-                    raw = RawConnection(tcp, False)
-                    if await begins_as_http(tcp):
-                        raw = _websocket_connection(await accept_websocket(tcp), is_initiator=False)
-                    muxed = await self.swarm.upgrade_inbound_raw_conn(raw, _ANY_ADDRESS)
-            finally:
-                self._handshakes.release_on_behalf_of(tcp)
+            with self._handshakes.place(host), trio.fail_after(UPGRADE_TIMEOUT_S):
+                for magic, admit in self._doors.items():
+                    if await tcp.begins_with(magic):
+                        await admit(tcp)
+                        return
+                if self._table.is_full:
+                    raise KvasirError(f"{self._settings.peers_max} peers are connected already")
+                await self._handshakes.turn()
+                raw = RawConnection(tcp, False)
+                if await begins_as_http(tcp):
+                    raw = _websocket_connection(await accept_websocket(tcp), is_initiator=False)
+                muxed = await self.swarm.upgrade_inbound_raw_conn(raw, _ANY_ADDRESS)
             await cast("YamuxConnection", muxed).wait_ended()
         except Exception as error:
             # libp2p raises whatever its handshake meets in a stranger's bytes; it concerns that connection alone.

@@ -20,7 +20,8 @@ from kvasir_node.net.express_door import (
     TOKEN_BYTES,
     Invitations,
 )
-from kvasir_node.net.libp2p_host import HANDSHAKES_MAX, UPGRADE_TIMEOUT_S, Libp2pTransport
+from kvasir_node.net.handshakes import HANDSHAKES_MAX
+from kvasir_node.net.libp2p_host import UPGRADE_TIMEOUT_S, Libp2pTransport
 from kvasir_node.net.memory_net import open_memory_network
 
 ANN = PeerId("ann")

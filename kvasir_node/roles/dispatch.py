@@ -40,6 +40,7 @@ from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.remote_call import Crew, RemoteCall, Result, Served
 from kvasir_node.wire.tensors import PAIRS_MAX, REQUEST_BYTES, ROWS_MAX, Encoding, read_answer
 
+TIMING_RESTS = 50.0  # times as long as finding out how far a peer is took, nobody else's way is looked at
 RACE_LOOK_S = 0.002  # while two peers compute the same call, how often both are looked at
 
 
@@ -64,6 +65,7 @@ class _Common:
     counted: list[PairCounters] = field(default_factory=list[PairCounters])  # one of each fork, which alone adds to it
     times: OwnTimes = field(default_factory=OwnTimes)
     numbers: count[int] = field(default_factory=lambda: count(1))
+    timing_rests_until: float = 0.0
 
 
 class FanoutDispatch:
@@ -159,11 +161,21 @@ class FanoutDispatch:
         self._forward = self._new_forward(rows)
 
     def _time_channels(self) -> None:
-        """Finds out how far those peers are to whom nothing was sent for a while, from the thread that will send."""
+        """Finds out how far those peers are to whom nothing was sent for a while, from the thread that will send.
+
+        Many that are far would hold up every step, and all the more while nothing is sent to anybody: so this has a
+        small part of the time.
+        """
+        common = self._common
         for channel in self._crew.untimed_channels():
-            if self._common.availability.take_channel(channel.peer, channel):
+            began = time.monotonic()
+            if began < common.timing_rests_until:
+                return
+            if common.availability.take_channel(channel.peer, channel):
                 self._crew.time_channel(channel)
-                self._common.availability.leave_channel(channel.peer, channel)
+                common.availability.leave_channel(channel.peer, channel)
+                ended = time.monotonic()
+                common.timing_rests_until = ended + TIMING_RESTS * (ended - began)
 
     def tally(self) -> RowTally:
         forward = self._forward

@@ -30,6 +30,7 @@ from kvasir_node.base.errors import CallTimeout, Misbehaved, Unreachable
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.net.express import ECHO, DirectionKey, ExpressChannel, answer_body
+from kvasir_node.roles.dispatch import TIMING_RESTS
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured
 from kvasir_node.wire.tensors import answer_parts, read_request
 
@@ -325,6 +326,27 @@ def test_how_far_a_channel_reaches_is_found_out_before_a_forward_and_not_beside_
     follow(dispatch, route_of(ANN))
     assert is_true(truth, dispatch, 1)
     assert worker.requests == 1
+
+
+class FarCrew(FakeCrew):
+    """Its channel is never timed for good, and takes a while each time."""
+
+    def time_channel(self, channel: ExpressChannel) -> None:
+        self.echoed.append(0.002)
+        time.sleep(0.002)
+
+
+def test_looking_how_far_peers_are_takes_a_small_part_of_the_time(own, express):
+    crew = FarCrew({}, LONG_S)
+    worker = express(lambda request: answer_parts(own.sums(request)), crew)
+    crew.untimed.append(worker.channel)
+    dispatch = make_dispatch(own, crew)
+    for _ in range(10):
+        dispatch.begin(5)
+    assert len(crew.echoed) == 1
+    time.sleep(0.002 * TIMING_RESTS + 0.05)
+    dispatch.begin(5)
+    assert len(crew.echoed) == 2
 
 
 def test_a_second_forward_beside_it_goes_by_the_loop(own, truth, express):

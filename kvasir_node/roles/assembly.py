@@ -39,12 +39,11 @@ from kvasir_node.model.folder import (
 from kvasir_node.model.indexing import CONFIG_FILE
 from kvasir_node.model.manifest import LayerNode, Manifest
 from kvasir_node.roles.content import read_block
+from kvasir_node.roles.library import UNFINISHED
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.blobs import BlobNode, BlobRef, decode_blob_node, is_node
 
 logger = logging.getLogger(__name__)
-
-UNFINISHED = ".part"
 
 
 @dataclass(frozen=True, slots=True)

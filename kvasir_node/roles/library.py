@@ -1,6 +1,6 @@
 """The models on this machine's disk: where a data directory keeps them.
 
-It does not know running nodes.
+It does not know running nodes. What imports torch is imported when a checkpoint is indexed: `ls` must answer at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from pathlib import Path
 import kvasir_node
 from kvasir_node.base.errors import UsageError
 from kvasir_node.base.settings import Settings, data_dir_of
-from kvasir_node.model.checkpoint import open_checkpoint
-from kvasir_node.model.indexing import IndexedModel, index_checkpoint
-from kvasir_node.model.text import TextModel
 from kvasir_node.store.blocks import BlockStore
-from kvasir_node.store.catalog import Catalog
+from kvasir_node.store.catalog import Catalog, IndexedContent
 
+UNFINISHED = ".part"  # ends the name of a fetched model's folder that is not whole yet
 Progress = Callable[[int, int], None]
 
 
@@ -35,7 +33,11 @@ def open_library(settings: Settings) -> tuple[BlockStore, Catalog]:
     Raises UsageError when the directory cannot be used.
     """
 
-    def index(path: Path, name: str | None, progress: Progress | None) -> IndexedModel:
+    def index(path: Path, name: str | None, progress: Progress | None) -> IndexedContent:
+        from kvasir_node.model.checkpoint import open_checkpoint
+        from kvasir_node.model.indexing import index_checkpoint
+        from kvasir_node.model.text import TextModel
+
         TextModel(path)  # hashing may take minutes; a tokenizer that cannot be read is told before, and not kept
         block_bytes = settings.store.block_bytes
         return index_checkpoint(open_checkpoint(path), name=name, block_bytes=block_bytes, progress=progress)

@@ -1,7 +1,7 @@
 """What is on this disk: how much it is, whether it is still right, and what can go.
 
 It does not know the network: what is damaged here is listed, and fetched again by whoever has a swarm. All calls block
-on the disk.
+on the disk. The reader of manifests, which imports torch, is imported when there is one: `ls` must answer at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvasir_node.base.content import source_bytes
 from kvasir_node.base.errors import DataError, NotFoundError
 from kvasir_node.base.ids import DAG_CBOR_CODEC, Cid, ModelId, codec_of, parse_cid
-from kvasir_node.model.manifest import Manifest, decode_layer_node, decode_manifest
-from kvasir_node.roles.assembly import UNFINISHED
+from kvasir_node.roles.library import UNFINISHED
 from kvasir_node.store.blocks import BlockStore
 from kvasir_node.store.catalog import Catalog, CatalogEntry
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, is_node
+
+if TYPE_CHECKING:
+    from kvasir_node.model.manifest import Manifest
 
 Progress = Callable[[int, int], None]
 """(bytes read, bytes in all)."""
@@ -79,14 +82,22 @@ def _own_manifests(store: BlockStore) -> Iterator[tuple[ModelId, Manifest]]:
             with suppress(DataError):
                 data = store.get(cid)
                 if data is not None:
-                    yield ModelId(cid), decode_manifest(data)
+                    yield ModelId(cid), _manifest(data)
+
+
+def _manifest(data: bytes) -> Manifest:
+    from kvasir_node.model.manifest import decode_manifest
+
+    return decode_manifest(data)
 
 
 def content_of(store: BlockStore, model: ModelId) -> set[Cid]:
     """Every block that a model is made of, as far as the lists that are here tell."""
+    from kvasir_node.model.manifest import decode_layer_node
+
     cids = {Cid(model)}
     with suppress(DataError):
-        manifest = decode_manifest(store.get(Cid(model)) or b"")
+        manifest = _manifest(store.get(Cid(model)) or b"")
         blobs = [manifest.config, manifest.trunk, *manifest.files.values()]
         for layer, node in manifest.layer_nodes.items():
             cids.add(node)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from kvasir_node.base.errors import CapacityError, DataError, KvasirError, Unreachable, UsageError
 from kvasir_node.base.settings import Settings, data_dir_of, default_data_dir
@@ -17,6 +18,7 @@ from kvasir_node.surfaces.address import parse_address
 from kvasir_node.surfaces.nodefile import read_node_file
 
 CONNECT_TIMEOUT_S = 3.0
+JSON_TYPE = "application/json"
 READ_TIMEOUT_S = 30.0  # a node answers or sends a heartbeat well within
 
 
@@ -44,22 +46,29 @@ def node_url(settings: Settings, url: str | None) -> str:
 
 
 class NodeClient:
-    """A context manager over one node's API. Every method raises Unreachable when no node answers."""
+    """One node's API. Every method raises Unreachable when no node answers.
+
+    Over the standard library's http.client, with a connection for each request: to import httpx takes longer than all
+    the rest of `status`. No proxy of the environment is used: the node is ours, often on loopback.
+    """
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        try:  # never through a proxy of the environment: the node is ours, often on loopback
-            self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
-        except (httpx.InvalidURL, ValueError) as error:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            parts = urlsplit(url)
+            self._scheme, self._host, self._port = parts.scheme, parts.hostname, parts.port
+        except ValueError as error:
             raise UsageError(f"--url is http://HOST:PORT; got {url!r}") from error
+        if self._scheme not in ("http", "https") or not self._host or not url.isprintable():
+            raise UsageError(f"--url is http://HOST:PORT; got {url!r}")
+        self._prefix = parts.path.rstrip("/")
 
     def __enter__(self) -> NodeClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        """Nothing stays open between two requests."""
 
     def get(self, path: str) -> dict[str, Any]:
         """One JSON document; an error answer is raised as the KvasirError it tells of."""
@@ -69,63 +78,69 @@ class NodeClient:
         """The same of a request, with a body or none."""
         return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            response = self._client.request(method, path, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        return self._document(response)
-
     def stream_chat(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The chunks of POST /v1/chat/completions; closing the iterator ends the answer."""
-        try:
-            with self._client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-                if response.status_code != 200:
-                    response.read()
-                    self._document(response)
-                yield from _chunks(response)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
+        with self._answer("POST", "/v1/chat/completions", {**body, "stream": True}) as response:
+            if response.status != 200:
+                self._document(response)
+            yield from _chunks(response)
 
     def pull(self, ref: str) -> Iterator[dict[str, Any]]:
         """How far POST /kvasir/v1/pull is, then `{"id"}`; raises the KvasirError that ended it."""
-        try:
-            with self._client.stream("POST", "/kvasir/v1/pull", json={"model": ref}) as response:
-                if response.status_code != 200:
-                    response.read()
-                    self._document(response)
-                for line in response.iter_lines():
+        with self._answer("POST", "/kvasir/v1/pull", {"model": ref}) as response:
+            if response.status != 200:
+                self._document(response)
+            for line in response:
+                try:
                     document = json.loads(line)
-                    if "error" in document:
-                        raise _error_of(int(document.get("status", 500)), document["error"])
-                    yield document
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        except ValueError as error:
-            raise DataError(f"{self.url} does not answer like a node: a line is not JSON") from error
+                except ValueError as error:
+                    raise DataError(f"{self.url} does not answer like a node: a line is not JSON") from error
+                if "error" in document:
+                    raise _error_of(int(document.get("status", 500)), document["error"])
+                yield document
 
-    def _document(self, response: httpx.Response) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with self._answer(method, path, body) as response:
+            return self._document(response)
+
+    @contextmanager
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[HTTPResponse]:
+        kind = HTTPSConnection if self._scheme == "https" else HTTPConnection
+        connection = kind(self._host or "", self._port, timeout=CONNECT_TIMEOUT_S)
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, "connection": "close"} | ({} if data is None else {"content-type": JSON_TYPE})
         try:
-            document = response.json()
+            connection.connect()
+            connection.sock.settimeout(READ_TIMEOUT_S)
+            connection.request(method, self._prefix + path, data, headers)
+            yield connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()
+
+    def _document(self, response: HTTPResponse) -> dict[str, Any]:
+        try:
+            document = json.loads(response.read())
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise DataError(f"{self.url} does not answer like a node: HTTP {response.status_code} without JSON")
+            raise DataError(f"{self.url} does not answer like a node: HTTP {response.status} without JSON")
         if "error" in document:
-            raise _error_of(response.status_code, document["error"])
+            raise _error_of(response.status, document["error"])
         return document
 
     def _unreachable(self, error: Exception) -> Unreachable:
-        reason = str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Unreachable(f"no node reachable at {self.url} ({reason}); start one with `kvasir-node up`")
 
 
-def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+def _chunks(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """Raises DataError when the stream ends without [DONE]."""
-    for line in response.iter_lines():
-        if line == "data: [DONE]":
+    for line in response:
+        if line.rstrip() == b"data: [DONE]":
             return
-        if not line.startswith("data: "):
+        if not line.startswith(b"data: "):
             continue
         try:
             document = json.loads(line[6:])

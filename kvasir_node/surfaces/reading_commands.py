@@ -24,8 +24,8 @@ def status(
     strict: Annotated[bool, typer.Option("--strict", help="With --check: a warning counts as unhealthy too.")] = False,
 ) -> None:
     """This node, warnings first."""
+    from kvasir_node.surfaces.health import health_of
     from kvasir_node.surfaces.reports import status_text
-    from kvasir_node.surfaces.views import health_of
 
     with client_of(context, url) as client:
         document = client.get("/kvasir/v1/status")

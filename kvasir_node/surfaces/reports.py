@@ -14,13 +14,21 @@ Document = Mapping[str, Any]
 
 
 def status_text(status: Document) -> str:
-    lines = [*_warnings(status), *(f"{label:<9}{value}" for label, value in _status_rows(status))]
+    rows = (f"{label:<9}{value}" for label, value in _status_rows(status))
+    lines = [*_warnings(status), *_headline(status.get("headline")), *rows]
     return "\n".join(lines)
 
 
 def _warnings(status: Document) -> Iterator[str]:
     for warning in status.get("warnings") or ():
         yield f"warning: {clean(str(warning))}"
+
+
+def _headline(headline: Document | None) -> Iterator[str]:
+    if headline:
+        yield f"{headline['state']}: {clean(headline['words'])}"
+        if headline["advice"]:
+            yield f"{'':<9}{clean(headline['advice'])}"
 
 
 def _status_rows(status: Document) -> Iterator[tuple[str, str]]:

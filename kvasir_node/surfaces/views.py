@@ -1,4 +1,4 @@
-"""Parts of a node's snapshot as documents of their own, and what counts as healthy. It does not know HTTP."""
+"""Parts of a node's snapshot as documents of their own. It does not know HTTP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot, RequestsSnapshot
+from kvasir_node.surfaces.health import health_of
 from kvasir_node.surfaces.verdict import verdict_of
 
 PEERS_SCHEMA = "kvasir.peers/1"
@@ -60,10 +61,3 @@ def health_document(snapshot: NodeSnapshot) -> dict[str, Any]:
     """For load balancers: who should not be asked now. Warnings do not make it fail."""
     status = health_of(roles=snapshot.roles, has_model=snapshot.model is not None, is_draining=snapshot.draining)
     return {"schema": HEALTH_SCHEMA, "status": status, "warnings": list(snapshot.warnings)}
-
-
-def health_of(*, roles: Sequence[str], has_model: bool, is_draining: bool) -> str:
-    """ok | draining | unavailable."""
-    if is_draining:
-        return "draining"
-    return "ok" if "coordinator" not in roles or has_model else "unavailable"

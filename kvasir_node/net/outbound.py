@@ -2,7 +2,8 @@
 
 It does not know peers or what the connections are for. What others observe of such a connection is then an address at
 which, once our router lets them in, they reach our listener. Where the kernel does not allow it (another connection
-has the same two ends, or is just over) the connection leaves from any port.
+has the same two ends, or is just over) the connection leaves from any port; and where no answer comes: a router, or the
+other end, may still hold one with the same ends that broke without a word.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import trio
 
 from kvasir_node.decide.reach import is_lan
 
 Bound = tuple[str, int]  # (IP, port) of a listener
+HEADSTART_S = 1.5  # of the listener's port: a lost SYN is sent again after one second
 _SOURCE_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL, errno.EACCES, errno.EPERM)
 
 
@@ -32,13 +35,43 @@ async def connect_tcp(host: str, port: int, listeners: Sequence[Bound]) -> trio.
         source = None if is_lan(host) else source_for(host, listeners)
     except ValueError:  # a name
         source = None
-    if source is not None:
+    if source is None:
+        return await trio.open_tcp_stream(host, port)
+    return await _race(partial(connect_from, source, host, port), partial(trio.open_tcp_stream, host, port))
+
+
+async def _race(
+    first: Callable[[], Awaitable[trio.SocketStream]], second: Callable[[], Awaitable[trio.SocketStream]]
+) -> trio.SocketStream:
+    """The second is tried once the first has failed by its port, or has had its time.
+
+    Raises the OSError of the last. Cancel-safety: a cancelled call leaves nothing open.
+    """
+    won: list[trio.SocketStream] = []
+    failed: list[OSError] = []
+    is_over = trio.Event()
+
+    async def attempt(connect: Callable[[], Awaitable[trio.SocketStream]], race: trio.CancelScope) -> None:
         try:
-            return await connect_from(source, host, port)
+            won.append(await connect())
+            race.cancel()
         except OSError as error:
-            if not _is_about_source(error):
-                raise
-    return await trio.open_tcp_stream(host, port)
+            failed.append(error)
+        is_over.set()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attempt, first, nursery.cancel_scope)
+            with trio.move_on_after(HEADSTART_S):
+                await is_over.wait()
+            if not failed or _is_about_source(failed[0]):
+                nursery.start_soon(attempt, second, nursery.cancel_scope)
+        if not won:
+            raise failed[-1]
+        return won.pop()
+    finally:
+        for stream in won:
+            stream.socket.close()
 
 
 def source_for(host: str, listeners: Sequence[Bound]) -> Bound | None:

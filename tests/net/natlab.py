@@ -125,8 +125,8 @@ class Lab:
 
     def cut(self, name: str) -> None:
         """Nothing passes a router's outer side any more, without a word to anybody; `mend` ends that."""
-        chain = "{ type filter hook prerouting priority -300; policy drop; }"
-        self.shell(name, f"nft 'add table inet cut; add chain inet cut all {chain}'")
+        chain = "type filter hook prerouting priority -300; policy drop;"
+        self.shell(name, _nft(f"table inet cut {{ chain lost {{ {chain} }}; }}"))
 
     def mend(self, name: str) -> None:
         self.shell(name, "nft delete table inet cut")

@@ -546,6 +546,34 @@ async def test_an_idle_connection_stays_and_knows_its_round_trip(autojump_clock)
         assert left.rtt_s < 1
 
 
+async def test_a_process_that_was_stopped_itself_gives_its_peer_another_ping(mock_clock):
+    async with muxer_pair() as (left, right):
+        for _ in range(3):
+            mock_clock.jump(30.0)  # both ends: what the other sent meanwhile was there, and not read
+            for _ in range(50):
+                await trio.testing.wait_all_tasks_blocked()
+        assert left.is_established
+        assert right.is_established
+
+
+async def test_a_ping_tells_the_way_there_and_back_and_one_without_an_answer_lasts_as_long_as_the_connection(
+    autojump_clock,
+):
+    async with muxer_pair() as (left, _):
+        assert 0 <= await left.ping() < 1
+    with pytest.raises(Unreachable):
+        await left.ping()
+    _, session = await session_pair()  # the other end never runs
+    right = YamuxConnection(session, session.get_remote_peer(), LOOPBACK)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(right.start)
+        with trio.move_on_after(1):
+            await right.ping()
+        assert right._asked == {}
+        with pytest.raises(Unreachable, match="nothing heard"):
+            await right.ping()
+
+
 # --- with the stock muxer at the other end ---
 
 

@@ -127,18 +127,19 @@ LINE = {"delay_ms": 20, "rate_mbit": 20, "loss": 0.01}
 def direct_after_s(folder, a, b) -> float | None:
     """Seconds from the moment at which home B is a member of the swarm until it has a direct way to home A."""
     folder.mkdir()
-    with homes(folder, a, b, **LINE) as (_, ann, bob):
-        joined_at = time.monotonic()
-        ann.wait_until(lambda: ann.reaching.reachability is not Reachability.UNKNOWN)
-        ann.wait_until(lambda: ann.reaching.relays or ann.reaching.reachability is Reachability.PUBLIC)
-        try:
+    try:
+        with homes(folder, a, b, **LINE) as (_, ann, bob):
+            joined_at = time.monotonic()
+            ann.wait_until(lambda: ann.reaching.reachability is not Reachability.UNKNOWN)
+            ann.wait_until(lambda: ann.reaching.relays or ann.reaching.reachability is Reachability.PUBLIC)
             peer = bob.connect(ann.addresses())
             bob.wait_until(lambda: bob.path_to(peer) == "direct", WITHIN_S + 5)
-        except (Unreachable, trio.TooSlowError):
-            return None
-        took_s = time.monotonic() - joined_at
-        echoes(bob, peer, bytes(10_000))
-        return took_s
+            took_s = time.monotonic() - joined_at
+            echoes(bob, peer, bytes(10_000))
+            return took_s
+    except (Unreachable, trio.TooSlowError) as error:
+        print(f"run {folder.name} of {a}, {b}: {error!r}")
+        return None
 
 
 @pytest.mark.soak

@@ -268,6 +268,73 @@ async def test_a_plan_with_somebody_who_has_lost_proof_meanwhile_is_dropped_and_
         assert all(ANN not in row for _, *both in world.set for routes in both for row in routes.values())
 
 
+def choices(world: World) -> set[PeerId | None]:
+    """Who may compute something in a step of decoding, also of what was planned for others."""
+    return {
+        (None, *dealing.peers)[machine]
+        for dealing in world.dealt[0].values()
+        for machines in dealing.able
+        for machine in machines
+    }
+
+
+async def test_experts_are_dealt_among_the_peers_of_the_plan_and_us_at_the_prices_of_the_newest_one(autojump_clock):
+    async with open_world(workers={ANN: Worker(), BOB: Worker()}) as world:
+        world.saturate()
+        world.prove(ANN, BOB)
+        await trio.sleep(1.1)
+        assert choices(world) == {None, ANN, BOB}
+        assert all(len(machines) == 3 for dealing in world.dealt[0].values() for machines in dealing.able)
+        dealing = world.dealt[0][0]
+        assert dealing.prices.expert_s[1] > dealing.prices.expert_s[0] > 0  # doubt about a worker adds to its times
+        changes = len(world.set)
+        world.workers[ANN] = Worker(slower=1.2)
+        for _ in range(40):
+            world.measure()
+            await trio.sleep(0.1)
+        assert world.dealt[0][0].prices.expert_s[1] > 1.1 * dealing.prices.expert_s[1]
+        assert len(world.set) <= changes + 1, "prices are news without another plan"
+
+
+async def test_law_3_who_loses_proof_of_what_was_planned_for_others_is_no_choice_any_more(autojump_clock):
+    async with open_world(workers={ANN: Worker(), BOB: Worker()}) as world:
+        world.saturate()
+        world.prove(ANN, BOB)
+        await trio.sleep(1.1)
+        halves = {
+            peer: {layer: {i for i, each in enumerate(row) if each == peer} for layer, row in world.decode.items()}
+            for peer in (ANN, BOB)
+        }
+        own = [(ANN, SliceId(layer, index, index)) for layer in SHAPE.layers for index in halves[ANN][layer]]
+        world.proven = (*own, *all_of(BOB))
+        before = world.decode
+        world.steering.world_changed()
+        assert world.decode == before
+        for layer, dealing in world.dealt[0].items():
+            ann = 1 + dealing.peers.index(ANN)
+            assert {i for i, machines in enumerate(dealing.able) if ann in machines} == halves[ANN][layer]
+
+
+async def test_law_2_there_is_no_choice_once_nobody_waits(autojump_clock):
+    async with open_world(workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        assert choices(world) == {None, ANN}
+        world.calm()
+        assert choices(world) == set()
+
+
+@pytest.mark.parametrize("settings", [FanoutSettings(bytes_s=10**9), FanoutSettings(when="forced")])
+async def test_where_a_plan_must_be_kept_there_is_no_choice(autojump_clock, settings):
+    async with open_world(settings, workers=NEAR) as world:
+        world.saturate()
+        world.prove(ANN)
+        await trio.sleep(1.1)
+        assert choices(world) == {None, ANN}
+        assert all(len(machines) == 1 for dealing in world.dealt[0].values() for machines in dealing.able)
+
+
 async def test_planning_takes_a_small_share_of_the_time(autojump_clock):
     async with open_world(workers=NEAR, planning_s=0.03) as world:
         world.saturate()

@@ -4,7 +4,7 @@ export interface Wishes {
   readonly isPaused: boolean
   readonly onBatteryToo: boolean // also while the device is not charging
   readonly bytesPerDayMax: number // both ways together
-  readonly memoryBytes: number // of experts that are held; counts when the page is loaded anew
+  readonly memoryBytes: number // of experts that are held; counts when the page is loaded again
   readonly diskBytes: number // of blocks that are kept; as well
 }
 

@@ -14,7 +14,7 @@ import { Guest, becomeGuest } from '../roles/guest.js'
 import { Database } from '../store/database.js'
 import type { Part } from '../wire/messages.js'
 
-const WISHES: Wishes = { isPaused: false, onBatteryToo: false, bytesPerDayMax: 2e9, memoryBytes: 256 << 20, diskBytes: 1 << 30 }
+const WISHES: Wishes = { isPaused: false, onBatteryToo: false, bytesPerDayMax: 2e9, memoryBytes: 256e6, diskBytes: 1e9 }
 const REPORT_MS = 250
 const SEED_BYTES = 32
 const WORKERS_MAX = 8

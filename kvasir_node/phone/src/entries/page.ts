@@ -7,6 +7,7 @@ import { deviceName, megabytes, verdictOf } from '../page/words.js'
 import type { Wishes } from '../decide/manners.js'
 
 const BYTES_PER_MEGABYTE = 1e6
+const MEGABYTES = { cap: 'bytesPerDayMax', memory: 'memoryBytes' } as const // fields that are shown in megabytes
 
 function element<T extends Element = HTMLElement> (id: string): T {
   return document.getElementById(id) as unknown as T
@@ -81,7 +82,7 @@ function showSlices (stages: ReadonlyArray<{ slice: string, stage: string }>): v
 
 function showWishes (shown: Wishes): void {
   element<HTMLInputElement>('battery').checked = shown.onBatteryToo
-  element<HTMLInputElement>('cap').value = String(Math.round(shown.bytesPerDayMax / BYTES_PER_MEGABYTE))
+  for (const [id, name] of Object.entries(MEGABYTES)) element<HTMLInputElement>(id).value = String(Math.round(shown[name] / BYTES_PER_MEGABYTE))
   element('pause').textContent = shown.isPaused ? 'Go on' : 'Pause'
 }
 
@@ -105,10 +106,12 @@ element('leave').onclick = () => { tell({ kind: 'leave' }) }
 element('again').onclick = () => { location.reload() }
 element('forget').onclick = () => { tell({ kind: 'forget' }) }
 element('battery').onchange = () => { wish({ onBatteryToo: element<HTMLInputElement>('battery').checked }) }
-element('cap').onchange = () => {
-  const field = element<HTMLInputElement>('cap')
-  if (field.checkValidity() && field.value !== '') wish({ bytesPerDayMax: Number(field.value) * BYTES_PER_MEGABYTE })
-  else if (wishes !== undefined) showWishes(wishes)
+for (const [id, name] of Object.entries(MEGABYTES)) {
+  element(id).onchange = () => {
+    const field = element<HTMLInputElement>(id)
+    if (field.checkValidity() && field.value !== '') wish({ [name]: Number(field.value) * BYTES_PER_MEGABYTE })
+    else if (wishes !== undefined) showWishes(wishes)
+  }
 }
 element('awake-row').hidden = !Awake.isOffered
 element('awake').onchange = () => { void awake.want(element<HTMLInputElement>('awake').checked) }

@@ -1,6 +1,6 @@
 // The guest in Node.js, without a page: what the interop tests run. Not part of the wheel.
 //
-//     node terminal.mjs '{"seed": hex, "pass": {...} or "link": text, "kernel": path, "memory_bytes": n}'
+//     node terminal.mjs '{"seed": hex, "link": text, "kernel": path, "memory_bytes": n, "tcp": true or false}'
 //
 // A line of JSON on stdout for each change; on stdin a line "pause", "resume" or "leave".
 import '../base/polyfill.js'
@@ -8,10 +8,11 @@ import { createHash } from 'node:crypto'
 import { readFileSync } from 'node:fs'
 import { createInterface } from 'node:readline'
 import { tcp } from '@libp2p/tcp'
+import { type Multiaddr, multiaddr } from '@multiformats/multiaddr'
 import { wordsOf } from '../base/errors.js'
 import { Kernel } from '../model/shard.js'
-import { Network } from '../net/network.js'
-import { type Pass, readLink } from '../net/pairing.js'
+import { Network, dialAddress } from '../net/network.js'
+import { readLink } from '../net/pairing.js'
 import { memoryDisk } from '../store/blockStore.js'
 import { Guest, becomeGuest } from '../roles/guest.js'
 import { Shards } from '../roles/shards.js'
@@ -19,10 +20,10 @@ import { memoryNotes } from '../roles/slicesOnDisk.js'
 
 interface Config {
   readonly seed: string
-  readonly link?: string
-  readonly pass?: Record<'swarm' | 'key' | 'hub' | 'coordinator', string> & { readonly addresses: string[] }
+  readonly link: string
   readonly kernel: string
   readonly memory_bytes: number
+  readonly tcp: boolean // dials TCP, which a page cannot, instead of WebSockets
 }
 
 const REPORT_MS = 100
@@ -31,12 +32,14 @@ const config = JSON.parse(process.argv[2] ?? '') as Config
 const say = (document: object): void => { process.stdout.write(`${JSON.stringify(document)}\n`) }
 const bytes = (hex: string): Uint8Array => Uint8Array.from(Buffer.from(hex, 'hex'))
 
-function passOf (given: NonNullable<Config['pass']>): Pass {
-  return { swarm: bytes(given.swarm), key: bytes(given.key), hub: bytes(given.hub), coordinator: bytes(given.coordinator), addresses: given.addresses }
+/** The address without its WebSocket. */
+function tcpAddress (address: string, peer: string): Multiaddr[] {
+  const [, base] = /^(\/ip4\/[^/]+\/tcp\/[0-9]+)/.exec(address) ?? []
+  return base === undefined ? [] : [multiaddr(`${base}/p2p/${peer}`)]
 }
 
-const network = await Network.open({ seed: bytes(config.seed), transports: [tcp()] })
-const pass = config.pass !== undefined ? passOf(config.pass) : await becomeGuest(network, readLink(config.link ?? ''), 'a terminal')
+const network = await Network.open({ seed: bytes(config.seed), transports: [tcp()], dialAddress: config.tcp ? tcpAddress : dialAddress })
+const pass = await becomeGuest(network, readLink(config.link), config.tcp ? 'over tcp' : 'over ws')
 const kernel = Kernel.open(new WebAssembly.Module(readFileSync(config.kernel)), config.memory_bytes + KERNEL_ROOM_BYTES)
 let isReporting = false
 const report = (): void => {
@@ -48,7 +51,7 @@ const report = (): void => {
   }, REPORT_MS)
 }
 const guest = await Guest.open(network, pass, {
-  name: 'a terminal',
+  name: config.tcp ? 'over tcp' : 'over ws',
   compute: new Shards(kernel, config.memory_bytes),
   disk: memoryDisk(),
   diskBytesMax: 1 << 30,

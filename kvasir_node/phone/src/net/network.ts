@@ -24,16 +24,17 @@ export interface Traffic { received: number, sent: number }
 export interface NetworkOptions {
   readonly seed: Uint8Array // 32 bytes: the ed25519 key that the peer id comes from
   readonly transports?: Libp2pOptions['transports'] // beside WebSockets
+  readonly dialAddress?: typeof dialAddress // where there are other transports
   readonly crypto?: ICryptoInterface // for Noise, where the library's own is slow
 }
 
 export class Network {
   readonly traffic: Traffic = { received: 0, sent: 0 }
 
-  private constructor (private readonly node: Libp2p) {}
+  private constructor (private readonly node: Libp2p, private readonly dialAddress: (address: string, peer: PeerId) => Multiaddr[]) {}
 
   static async open (options: NetworkOptions): Promise<Network> {
-    return new Network(await createLibp2p({
+    const node = await createLibp2p({
       privateKey: await generateKeyPairFromSeed('Ed25519', options.seed),
       transports: [webSockets(), circuits(), ...options.transports ?? []],
       connectionEncrypters: [options.crypto === undefined ? noise() : noise({ crypto: options.crypto })],
@@ -42,7 +43,8 @@ export class Network {
       })],
       connectionGater: { denyDialMultiaddr: () => false }, // private addresses are refused otherwise
       connectionMonitor: { pingInterval: PING_MS }
-    }))
+    })
+    return new Network(node, options.dialAddress ?? dialAddress)
   }
 
   get peerId (): PeerId {
@@ -62,7 +64,7 @@ export class Network {
   /** Connects to a peer by any of its addresses, each without the peer's id or with it. Rejects with Unreachable. */
   async connect (peer: PeerId, addresses: readonly string[]): Promise<void> {
     if (this.isConnected(peer)) return
-    const dialled = addresses.flatMap(address => dialAddress(address, peer))
+    const dialled = addresses.flatMap(address => this.dialAddress(address, peer))
     if (dialled.length === 0) throw new Unreachable(`${peer} has no address that a page can dial`)
     try {
       await this.node.dial(dialled, { signal: AbortSignal.timeout(DIAL_S * 1000) })

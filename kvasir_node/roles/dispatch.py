@@ -197,7 +197,7 @@ class FanoutDispatch:
         """Weighted sums of each row's experts: rows [T,D], chosen [T,K] int64, weights [T,K] -> [T,D] float32."""
         began, forward = time.perf_counter(), self._forward
         if self._forwards % HEAT_EVERY == 1:
-            forward.chosen.append(chosen)
+            forward.chosen.append(chosen.clone())  # the fused path has one tensor for all layers
             forward.chosen_layers.append(layer)
         forward.pairs_per_row += chosen.shape[1]
         if layer in self._common.trial_layers:

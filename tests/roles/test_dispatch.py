@@ -341,6 +341,18 @@ def test_heat_is_counted_in_one_forward_of_some_and_fades(own):
     assert seen[HEAT_EVERY][1][0] == pytest.approx(2 + 2 * 0.96)
 
 
+def test_heat_is_of_each_layer_when_all_of_them_choose_in_one_tensor(own):
+    dispatch = make_dispatch(own, FakeCrew({}))
+    dispatch._forwards = 0
+    rows, chosen, weights = random_rows(0, 1)
+    dispatch.begin(1)
+    for layer in LAYERS:
+        chosen.copy_(torch.tensor([[layer, 7]]))
+        dispatch(layer, rows, chosen, weights)
+    dispatch.tally()
+    assert all(dispatch.heat()[layer][layer] == 1.0 for layer in LAYERS)
+
+
 def test_agreement_is_judged_row_by_row_so_that_a_small_row_cannot_hide_behind_a_large_one():
     own = torch.tensor([[1000.0, -1000.0], [0.01, 0.02]])
     assert agrees(own * (1 + 1e-6), own, Encoding.FLOAT32)

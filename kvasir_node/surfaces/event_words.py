@@ -24,7 +24,7 @@ def _request_ended(event: Event) -> str:
 
 
 def _worker_changed(event: Event) -> str:
-    was = f" (was {event['was']})" if event["was"] else ""
+    was = f" (was {event['was']})" if event["was"] not in ("", event["state"]) else ""
     reason = f": {event['reason']}" if event["reason"] else ""
     return f"worker {event['name']} is {event['state']}{was}, {counted(event['slices'], 'slice')}{reason}"
 
@@ -43,7 +43,7 @@ _WORDS: dict[str, Callable[[Event], str]] = {
     "load.changed": lambda e: f"{e['state']}: {e['busy']} busy, {e['queued']} waiting",
     "fanout.changed": lambda e: f"fan-out {e['reason']}",
     "worker.changed": _worker_changed,
-    "demand.changed": lambda e: f"wants {counted(e['slices'], 'slice')}, {e['copies']} copies",
+    "demand.changed": lambda e: f"wants {counted(e['slices'], 'slice')}, {e['copies']} copies, {e['proven']} proven",
     "leases.changed": lambda e: f"hub: {counted(e['leases'], 'lease')}, {e['open_copies']} copies still wanted",
     "lending.changed": _lending_changed,
     "warnings.changed": lambda e: "; ".join(e["warnings"]) or "no warnings any more",

@@ -1,7 +1,7 @@
 """The screen as text: everything that matters is on it, at any size, without colour, whatever peers call themselves.
 
-`screens/` holds whole screens. After a change that is meant, `python tests/surfaces/test_tui.py` writes them anew;
-look at the difference before it is committed. docs/screens.md shows two of them.
+`screens/` holds whole screens. After a change that is meant, `python tests/surfaces/test_tui.py` writes them and the docs
+anew; look at the difference before it is committed. docs/screens.md shows two of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from tui_pictures import LOG, busy, calm, experts, lending
 
-from kvasir_node.base.snapshot import HubSnapshot, ModelSnapshot, NetSnapshot, WorkerSnapshot
+from kvasir_node.base.snapshot import FanoutSnapshot, HubSnapshot, ModelSnapshot, NetSnapshot, WorkerSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
 from kvasir_node.surfaces.panes.lines import ASCII, UNICODE, bar, curve
 from kvasir_node.surfaces.picture import Picture
@@ -207,10 +207,12 @@ def test_names_of_peers_cannot_move_the_cursor():
 
 
 def test_ascii_terminals_get_ascii():
-    snapshot = fake_snapshot(name="M\u00fcller \U0001f9ca")
+    fanout = FanoutSnapshot(reason="off: measured 0.90× alone")
+    snapshot = fake_snapshot(name="M\u00fcller \U0001f9ca", fanout=fanout)
     text = text_of(busy(snapshot=snapshot), 80, 24, ascii_only=True)
     assert text.isascii()
     assert "M?ller" in text
+    assert "0.90x alone" in text
 
 
 def test_the_map_of_experts_tells_use_by_shade_and_place_by_mark():
@@ -290,3 +292,7 @@ if __name__ == "__main__":
     for each in PICTURES:
         for size in SIZES:
             (SCREENS / f"{each}_{size[0]}x{size[1]}.txt").write_text(golden(each, *size))
+    blocks = DOCS.read_text().split("```\n")
+    for place, shown in enumerate(SHOWN_IN_DOCS):
+        blocks[2 * place + 1] = golden(*shown)
+    DOCS.write_text("```\n".join(blocks))

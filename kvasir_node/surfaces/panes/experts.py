@@ -31,11 +31,13 @@ def content(picture: Picture, view: View, width: int, height: int) -> Content[An
     if not layers:
         return nothing("no model is served here" if picture.snapshot.model is None else "not known yet")
     across = -(-len(layers[0].use) // max((width - LABEL_CELLS) // CELL, 1))
-    down = -(-len(layers) // max(height - 1, 1))
+    down = 1 if len(layers) == height else -(-len(layers) // max(height - 1, 1))
     lines = _map(layers, across, down, view.signs)
-    foot = [plain(f"unused {view.signs.shades} hot", DIM)] if len(lines) + 2 <= height else []
     cell = ((f"cell {across}x{down}", DIM),) if across * down > 1 else ()
-    return rows([(*_places(layers), *cell), *lines, *foot])
+    # Where the whole map fits without the line above it, the map says as much.
+    head = [(*_places(layers), *cell)] if len(lines) < height else []
+    foot = [plain(f"unused {view.signs.shades} hot", DIM)] if len(lines) + 2 <= height else []
+    return rows([*head, *lines, *foot])
 
 
 def _places(layers: Sequence[ExpertLayerSnapshot]) -> Line:

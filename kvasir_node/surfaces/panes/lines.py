@@ -41,6 +41,9 @@ UNICODE = Signs("■", "·", "·░▒▓█", " ▁▂▃▄▅▆▇█", "●
 ASCII = Signs("#", "-", ".-+*#", " .:-=+*%#", "*", ">", "~", "v", "^", "-", "|", "++++", "+++++")
 
 
+LIKE = str.maketrans("×–→…", "x->~")
+
+
 def plain(text: str, style: str = "") -> Line:
     return ((text, style),)
 
@@ -55,8 +58,12 @@ def width_of(text: str) -> int:
 
 
 def in_ascii(line: Line) -> Line:
-    """A letter that is no ASCII becomes one question mark, however wide it was."""
-    return tuple((text if text.isascii() else text.encode("ascii", "replace").decode(), style) for text, style in line)
+    """A letter that is no ASCII becomes one question mark, however wide it was; signs of our own have a likeness."""
+    return tuple((text if text.isascii() else _ascii_of(text), style) for text, style in line)
+
+
+def _ascii_of(text: str) -> str:
+    return text.translate(LIKE).encode("ascii", "replace").decode()
 
 
 def fitted(line: Line, width: int, more: str = "") -> Line:

@@ -16,8 +16,8 @@ SIGNS = {"proven": "+", "trial": "?", "new": ".", "suspect": "!", "banned": "x"}
 STYLES = {"proven": GOOD, "suspect": WARN, "banned": BAD, "trial": NEW}
 NAME_CELLS_MIN, NAME_CELLS_MAX = 6, 24
 NUMBERS_CELLS = 10 + 6 + 6 + 8  # state, share, round trip, rows
-WIDE_FROM = 60  # cells, with failures, path, what was wrong, slices and id
-WIDE_CELLS = 5 + 8 + 12
+PATH_FROM, PATH_CELLS = 60, 5 + 8  # cells, with failures and path
+WHOLE_FROM, WHOLE_CELLS = 86, 30  # with what was wrong, slices and id
 _ORDERS: dict[str, Callable[[WorkerPeerSnapshot], Any]] = {
     "state": lambda worker: (list(SIGNS).index(worker.state) if worker.state in SIGNS else len(SIGNS), worker.name),
     "name": lambda worker: worker.name.lower(),
@@ -33,18 +33,18 @@ def content(picture: Picture, view: View, width: int, height: int) -> Content[An
     if not shown:
         return nothing("nothing passes the filter" if workers else "none yet; t shows how another machine joins")
     shown.sort(key=_ORDERS[view.sort_of(Pane.WORKERS)])
-    is_wide = width >= WIDE_FROM
-    name_cells = max(min(width - NUMBERS_CELLS - WIDE_CELLS * is_wide, NAME_CELLS_MAX), NAME_CELLS_MIN)
+    more_cells = PATH_CELLS * (width >= PATH_FROM) + WHOLE_CELLS * (width >= WHOLE_FROM)
+    name_cells = max(min(width - NUMBERS_CELLS - more_cells, NAME_CELLS_MAX), NAME_CELLS_MIN)
     shares = picture.snapshot.fanout.shares
 
     def draw(worker: WorkerPeerSnapshot) -> Line:
         name = column(clean(worker.name, 60) or short_id(worker.peer_id), name_cells, view.signs.more)
         numbers = f"{_share(shares.get(worker.peer_id))}{_round_trip(worker.rtt_ms)}{count_text(worker.rows):>8}"
         state = (f"{SIGNS.get(worker.state, ' ')} {worker.state:<8}", STYLES.get(worker.state, ""))
-        return (state, (f"{name}{numbers}", ""), (_rest(worker) if is_wide else "", DIM))
+        return (state, (f"{name}{numbers}", ""), (_more(worker, width), DIM))
 
-    wide = f"{'fail':>5}  path    slices" if is_wide else ""
-    head = f"{'state':<10}{column('name', name_cells)}{'share':>6}{'ms':>6}{'rows':>8}{wide}"
+    more = f"{'fail':>5}  path  " * (width >= PATH_FROM) + "  slices" * (width >= WHOLE_FROM)
+    head = f"{'state':<10}{column('name', name_cells)}{'share':>6}{'ms':>6}{'rows':>8}{more}"
     return Content(shown, draw, plain(head, HEAD))
 
 
@@ -57,7 +57,10 @@ def _round_trip(rtt_ms: float | None) -> str:
     return f"{'-' if rtt_ms is None else f'{rtt_ms:.1f}' if rtt_ms < 1000 else f'{rtt_ms:.0f}':>6}"
 
 
-def _rest(worker: WorkerPeerSnapshot) -> str:
-    """What was wrong comes before what it has, if there is no room for both."""
+def _more(worker: WorkerPeerSnapshot, width: int) -> str:
+    """What there is room for; what was wrong comes before what it has."""
+    path = f"{worker.failures:>5}  {worker.path:<6}" if width >= PATH_FROM else ""
+    if width < WHOLE_FROM:
+        return path
     reason = f"  {clean(worker.reason)}" if worker.reason else ""
-    return f"{worker.failures:>5}  {worker.path:<6}{reason}  {' '.join(worker.slices)}  {short_id(worker.peer_id)}"
+    return f"{path}{reason}  {' '.join(worker.slices)}  {short_id(worker.peer_id)}"

@@ -1,7 +1,7 @@
 """The screen as text: everything that matters is on it, at any size, without colour, whatever peers call themselves.
 
-`screens/` holds whole screens. After a change that is meant, `python tests/surfaces/test_tui.py` writes them and the docs
-anew; look at the difference before it is committed. docs/screens.md shows two of them.
+`screens/` holds whole screens. After a change that is meant, `python tests/surfaces/test_tui.py` writes them and the
+docs anew; look at the difference before it is committed. docs/screens.md shows two of them.
 """
 
 from __future__ import annotations

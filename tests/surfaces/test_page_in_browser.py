@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from browser import Page, needs_chromium, open_page
+from headless_chromium import CHROMIUM, Page, open_page
 from surfaces_helpers import serve, settings_with
 
 from kvasir_node.base.events import LoadChanged
 from kvasir_node.surfaces.fake_node import FakeNode, busy_snapshot, fake_snapshot
 
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 pytestmark = [pytest.mark.soak, needs_chromium]  # installing Chromium takes longer than CI has for it
 
 EVIL = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by its DevTools protocol over a WebSocket: as much of it as tests of pages need."""
+"""A headless Chromium, driven by its DevTools protocol over a WebSocket: as much of it as examples and tests of pages
+need. It does not know what a page shows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import trio
 from trio_websocket import WebSocketConnection, open_websocket_url
 
@@ -31,17 +31,18 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
-START_S = 30.0
+PORT_FILE = "DevToolsActivePort"
+START_S = 60.0
 MESSAGE_BYTES_MAX = 32 << 20  # a picture of a long page
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
 class Page:
-    """One tab. `said` is what its console and its exceptions said; `asked` are the addresses that it asked."""
+    """One tab. `said` is what its console and its exceptions said; `asked` are the addresses that it asked; `process`
+    is its browser."""
 
-    def __init__(self, connection: WebSocketConnection) -> None:
+    def __init__(self, connection: WebSocketConnection, process: subprocess.Popen[bytes]) -> None:
         self._connection = connection
+        self.process = process
         self._numbers = count(1)
         self._answers: dict[int, trio.MemorySendChannel[dict[str, Any]]] = {}
         self.said: list[str] = []
@@ -78,7 +79,8 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.do(f"{domain}.enable")
         await self.do("Page.navigate", url=url)
-        await self.until(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
+        place = json.dumps(url.partition("#")[0])  # what is behind # the page may take away at once
+        await self.until(f"document.readyState === 'complete' && location.href.split('#')[0] === {place}")
 
     async def value(self, expression: str) -> Any:
         """Of JavaScript; promises are waited for."""
@@ -118,10 +120,11 @@ class Page:
 
 @asynccontextmanager
 async def open_page(profile: Path, url: str) -> AsyncIterator[Page]:
-    """A browser of its own with one page; `profile` is an empty folder for its data."""
+    """A browser of its own with one page; `profile` is a folder for its data, empty the first time."""
     assert CHROMIUM is not None
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     environment = {**os.environ, "HOME": str(profile)}
+    (profile / PORT_FILE).unlink(missing_ok=True)  # of a browser that had this profile before
     process = subprocess.Popen(  # noqa: ASYNC220
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
@@ -132,7 +135,7 @@ async def open_page(profile: Path, url: str) -> AsyncIterator[Page]:
             open_websocket_url(address, max_message_size=MESSAGE_BYTES_MAX) as connection,
             trio.open_nursery() as nursery,
         ):
-            page = Page(connection)
+            page = Page(connection, process)
             nursery.start_soon(page.run)
             await page.open(url)
             yield page
@@ -144,7 +147,7 @@ async def open_page(profile: Path, url: str) -> AsyncIterator[Page]:
 
 
 async def _debugging_port(profile: Path) -> int:
-    found = profile / "DevToolsActivePort"
+    found = profile / PORT_FILE
     with trio.fail_after(START_S):
         while not (found.exists() and found.read_text().count("\n")):  # noqa: ASYNC110
             await trio.sleep(0.05)

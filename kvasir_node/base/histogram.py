@@ -16,6 +16,9 @@ class HistogramSnapshot:
     total: float  # of all values
 
 
+NOTHING_SEEN = HistogramSnapshot((), (0,), 0.0)
+
+
 class Histogram:
     """`bounds` ascend. One thread at a time observes; anyone may take a snapshot."""
 

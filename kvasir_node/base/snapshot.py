@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvasir_node.base.events import RequestEnded
+from kvasir_node.base.histogram import NOTHING_SEEN, HistogramSnapshot
 
 STATUS_SCHEMA = "kvasir.status/1"
 
@@ -185,6 +186,19 @@ class ExpertLayerSnapshot:
     use: tuple[int, ...]
     where: str
     copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """What the metrics tell beyond the status: counts by label only grow. Most is empty without a coordinator."""
+
+    requests: Mapping[str, int] = field(default_factory=dict[str, int])  # ended, by how
+    first_token_s: HistogramSnapshot = NOTHING_SEEN
+    between_tokens_s: HistogramSnapshot = NOTHING_SEEN
+    expert_calls: Mapping[str, int] = field(default_factory=dict[str, int])  # to workers, by outcome
+    expert_call_s: HistogramSnapshot = NOTHING_SEEN
+    blocks_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # fetched, reused, wasted, served
+    rejections: Mapping[str, int] = field(default_factory=dict[str, int])  # of peers, by reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ import trio
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.base.rejections import Rejections
 from kvasir_node.net.feed import Feed
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import PeerConnected, PeerLost, Stream, StreamHandler, Transport
@@ -114,6 +115,7 @@ class Membership:
         self._older = older
         self._refusal_of = refusal_of
         self._nonce = nonce
+        self.rejections = Rejections()  # at the doors that `guard` keeps
         self._proven: dict[PeerId, bytes] = {}  # they proved themselves to us
         self._by: dict[PeerId, _Proof] = {}  # ... and how
         self._settled: set[PeerId] = set()  # and we to them
@@ -164,14 +166,21 @@ class Membership:
         return any(each.peer == peer for each in self._transport.connections())
 
     def guard(self, handler: StreamHandler) -> StreamHandler:
-        """The same handler, for members only; a stranger's stream is reset."""
+        """The same handler, for members only; a stranger's stream is reset. What is refused there is counted."""
 
         async def guarded(stream: Stream) -> None:
             if stream.peer not in self._proven:
                 raise Misbehaved(RejectReason.NOT_A_MEMBER, f"{stream.peer} asks for {stream.protocol} as a stranger")
             await handler(stream)
 
-        return guarded
+        async def counted(stream: Stream) -> None:
+            try:
+                await guarded(stream)
+            except Misbehaved as error:
+                self.rejections.note(error)
+                raise
+
+        return counted
 
     # --- driving ---
 

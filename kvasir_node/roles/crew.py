@@ -43,6 +43,7 @@ from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.rpc_credits import Priority
 from kvasir_node.net.transport import Stream
 from kvasir_node.roles.attendance import Attendance, Invite
+from kvasir_node.roles.call_book import CallBook
 from kvasir_node.roles.measured import CallMeasured, LinkMeasured, Observer
 from kvasir_node.roles.peer_counts import COUNTS_MAX, PeerCounts
 from kvasir_node.roles.remote_call import RemoteCall, Result, Served
@@ -139,6 +140,7 @@ class Crew:
         )
         self._able: Mapping[int, Mapping[PeerId, frozenset[int]]] = {}  # by layer; replaced as a whole by the loop
         self._counts = PeerCounts(name_of)
+        self.book = CallBook()
         self._in_flight: set[RemoteCall] = set()  # sent, neither answered nor taken back
         self._used: set[PeerId] = set()  # whose answers went into the step that is under way
         self._token: trio.lowlevel.TrioToken | None = None
@@ -245,6 +247,7 @@ class Crew:
     def took(self, call: RemoteCall) -> None:
         with self._times_lock:
             self._times.observe(call.peer, call.pairs, call.took_s)
+            self.book.seconds.observe(call.took_s)
 
     def failed(self, call: RemoteCall, error: KvasirError, *, wrong: bool = False) -> None:
         self._later(lambda: self._failed(call, error, wrong=wrong))
@@ -307,6 +310,7 @@ class Crew:
         for peer, calls in served.calls.items():
             counts = self._counts.of(peer)
             counts.calls += calls
+            self.book.went_well(calls)
             counts.rows += served.rows[peer]
             counts.refusals = 0
         self._used.update(served.calls)
@@ -326,6 +330,7 @@ class Crew:
             logger.debug("this node was too slow to send a call to %s before its deadline", call.peer)
             return
         self._counts.of(call.peer).calls += 1
+        self.book.failed(error, wrong=wrong)
         parts = {self._slice_at[call.layer, index] for index in set(call.request.pair_expert.tolist())}
         if call.abandoned and call.stream is not None and self._nursery is not None:
             self._nursery.start_soon(self._cancel_late, call)

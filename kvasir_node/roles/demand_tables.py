@@ -23,6 +23,7 @@ import trio
 
 from kvasir_node.base.errors import Misbehaved
 from kvasir_node.base.ids import PeerId
+from kvasir_node.base.rejections import Rejections
 from kvasir_node.decide.rate import TokenBucket
 from kvasir_node.wire.envelope import open_record
 from kvasir_node.wire.hub_proof import HubProofs
@@ -53,12 +54,14 @@ class DemandTables:
         clock_skew_max_s: float,
         interval_min_s: float,
         is_met: Callable[[PeerId], bool],
+        rejections: Rejections | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._proofs = proofs
         self._clock_skew_max_s = clock_skew_max_s
         self._tables_s = RATE_FACTOR / interval_min_s
         self._is_met = is_met
+        self._rejections = rejections or Rejections()
         self._wall = wall
         self._hubs: dict[PeerId, _Hub] = {}
         self._skews: dict[PeerId, tuple[float, float]] = {}  # hub -> skew in s, told until
@@ -74,6 +77,7 @@ class DemandTables:
             record = open_record(TABLE_KIND, sealed, body_bytes_max=TABLE_BYTES_MAX)
             return record.issuer == publisher and self.keep(publisher, DemandTable.from_bytes(record.body))
         except Misbehaved as error:
+            self._rejections.note(error)
             logger.debug("a table of %s was refused: %s", publisher, error)
             return False
 

@@ -16,6 +16,7 @@ import trio
 from kvasir_node.base.errors import Misbehaved, RejectReason, Unreachable
 from kvasir_node.base.events import LeasesChanged, Tell, tell_nobody
 from kvasir_node.base.ids import PeerId
+from kvasir_node.base.rejections import Rejections
 from kvasir_node.base.settings import MarketSettings
 from kvasir_node.base.snapshot import DemandSnapshot, HubSnapshot
 from kvasir_node.decide.gossip_pace import GossipPace
@@ -87,6 +88,7 @@ class Hub:
         other_hubs: Callable[[], Sequence[PeerId]] = lambda: (),
         ask_hub: AskHub = _ask_nobody,
         tell: Tell = tell_nobody,
+        rejections: Rejections | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -102,6 +104,7 @@ class Hub:
         self._is_guest = is_guest
         self._wall = wall
         self._tell = tell
+        self._rejections = rejections or Rejections()
         self._told_leases: LeasesChanged | None = None
         self._epoch = int(wall() * 1000)
         self._sequence = 0
@@ -136,7 +139,11 @@ class Hub:
         """A StreamHandler for MARKET_PROTOCOL."""
 
         async def handle(method: int, body: memoryview) -> Sequence[bytes | memoryview]:
-            return await self.handle(stream.peer, method, body)
+            try:
+                return await self.handle(stream.peer, method, body)
+            except Misbehaved as error:
+                self._rejections.note(error)
+                raise
 
         calls = CallStream(stream, handler=handle, in_flight_max=IN_FLIGHT_MAX, body_bytes_max=MESSAGE_BYTES_MAX)
         await calls.run()

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import trio
@@ -33,8 +32,7 @@ from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     ExpertLayerSnapshot,
     FanoutSnapshot,
-    MemberSnapshot,
-    NetSnapshot,
+    MetricsSnapshot,
     NodeSnapshot,
     RequestsSnapshot,
     SlotsSnapshot,
@@ -64,7 +62,9 @@ from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, LoggedProgress, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
+from kvasir_node.roles.metrics_view import metrics_snapshot
 from kvasir_node.roles.missing_experts import MissingExperts
+from kvasir_node.roles.net_view import member_snapshots, net_snapshot
 from kvasir_node.roles.pairing import Pairing, PhoneInvite
 from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.pulling import Progress as PullProgress
@@ -96,7 +96,6 @@ logger = logging.getLogger(__name__)
 READY_SCHEMA = "kvasir.ready/1"
 HUB_TIMEOUT_S = 4.0
 MEMBER_TIMEOUT_S = 8.0
-MEMBERS_SHOWN_MAX = 512  # in a snapshot
 _NAME_CHARS_MAX = 128  # of what a node says of itself
 
 
@@ -128,6 +127,7 @@ class Node:
             clock_skew_max_s=settings.market.clock_skew_max_s,
             interval_min_s=settings.market.gossip_interval_min_s,
             is_met=membership.is_member,
+            rejections=membership.rejections,
         )
         self._peers = Peers(
             membership,
@@ -148,6 +148,8 @@ class Node:
         self._reaching: Reaching | None = None
         self._is_draining = False
         self.events = EventLog()
+        self._tallies: list[FetchTally] = []  # one for each of the few roles that fetch
+        self._block_server: BlockServer | None = None
 
     @property
     def settings(self) -> Settings:
@@ -175,6 +177,7 @@ class Node:
             other_hubs=lambda: [hub for hub in self._peers.hubs() if hub != self._transport.peer_id],
             ask_hub=self._ask_hub,
             tell=self.events.add,
+            rejections=self._membership.rejections,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
@@ -204,10 +207,15 @@ class Node:
             open_block_calls(self._transport),
             store,
             self._settings.store,
-            FetchTally(),
+            self._new_tally(),
             throttle=self._downloads,
             others=self._membership.members,
         )
+
+    def _new_tally(self) -> FetchTally:
+        tally = FetchTally()
+        self._tallies.append(tally)
+        return tally
 
     def add_pairing(self) -> None:
         self._pairing = Pairing(
@@ -276,7 +284,7 @@ class Node:
         self._keeper = Keeper(self._settings.worker, self.worker)
 
     def serve_blocks(self, store: BlockStore) -> None:
-        server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
+        self._block_server = server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
         self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(server.serve))
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -473,8 +481,8 @@ class Node:
             workers=coordinator.crew.snapshot() if coordinator is not None else (),
             hub=self.hub.snapshot() if self.hub is not None else None,
             worker=self.worker.snapshot() if self.worker is not None else None,
-            net=self._net_snapshot(),
-            members=self._members(),
+            net=net_snapshot(self._transport, self._reaching),
+            members=member_snapshots(self._peers, self._transport),
             draining=self._is_draining,
         )
 
@@ -485,10 +493,9 @@ class Node:
     def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
         return () if self.coordinator is None else self.coordinator.experts()
 
-    def _members(self) -> tuple[MemberSnapshot, ...]:
-        known = islice(self._peers.about().items(), MEMBERS_SHOWN_MAX)
-        paths = {each.peer: each.path for each in self._transport.connections()}
-        return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
+    def metrics(self) -> MetricsSnapshot:
+        served = 0 if self._block_server is None else self._block_server.bytes_served
+        return metrics_snapshot(self.coordinator, self._tallies, served, self._membership.rejections.counts())
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = [
@@ -506,24 +513,6 @@ class Node:
         if self.coordinator is not None and self.coordinator.dispatch.counters.mismatches:
             warnings.append(f"{self.coordinator.dispatch.counters.mismatches} wrong answers of workers were caught")
         return for_people(warnings, self._peers.name_of)
-
-    def _net_snapshot(self) -> NetSnapshot:
-        connections = self._transport.connections()
-        relayed = sum(1 for c in connections if c.path == "relay")
-        reaching = self._reaching
-        return NetSnapshot(
-            peers=len(connections),
-            direct=len(connections) - relayed,
-            relayed=relayed,
-            bytes_in=self._transport.bytes_in,
-            bytes_out=self._transport.bytes_out,
-            reachability=str(reaching.reachability) if reaching is not None else "unknown",
-            nat=str(reaching.nat) if reaching is not None else "unknown",
-            relays=reaching.relays if reaching is not None else (),
-            carried=reaching.carried if reaching is not None else 0,
-            upnp=reaching.upnp[0] if reaching is not None else "off",
-            upnp_says=reaching.upnp[1] if reaching is not None else "",
-        )
 
 
 def node_name(settings: Settings, peer: PeerId) -> str:

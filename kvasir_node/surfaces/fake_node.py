@@ -31,6 +31,7 @@ from kvasir_node.base.snapshot import (
     ExpertLayerSnapshot,
     FanoutSnapshot,
     HubSnapshot,
+    MetricsSnapshot,
     ModelSnapshot,
     NetSnapshot,
     NodeSnapshot,
@@ -91,6 +92,7 @@ class FakeNode:
         self.status: NodeSnapshot = fake_snapshot()
         self.events = EventLog()
         self.running = RequestsSnapshot()
+        self.measured = MetricsSnapshot()
 
     @property
     def settings(self) -> Settings:
@@ -104,6 +106,9 @@ class FakeNode:
 
     def requests_snapshot(self) -> RequestsSnapshot:
         return self.running
+
+    def metrics(self) -> MetricsSnapshot:
+        return self.measured
 
     def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
         return fake_experts() if self.cards else ()

@@ -37,6 +37,7 @@ from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.events import EventFeed
 from kvasir_node.surfaces.exchange import Exchange, disconnected, send_part
 from kvasir_node.surfaces.listener import serve_connections
+from kvasir_node.surfaces.metrics import METRICS_MEDIA_TYPE, metrics_text
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
 from kvasir_node.surfaces.page_routes import is_of_page, page_routes
 from kvasir_node.surfaces.phone_page import is_of_phone_page
@@ -67,6 +68,7 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
             Route("/v1/models/{name:path}", api.show_model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.complete, methods=["POST"]),
+            Route("/metrics", api.metrics),
             Route("/health", api.health),
             Route("/v1/health", api.health),
             Route("/kvasir/v1/status", api.status),
@@ -120,6 +122,9 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(views.status_document(self.node.snapshot()))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(metrics_text(self.node.snapshot(), self.node.metrics()), media_type=METRICS_MEDIA_TYPE)
 
     async def peers(self, request: Request) -> Response:
         return JSONResponse(views.peers_document(self.node.snapshot()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvasir_node.base.events import EventLog
 from kvasir_node.base.generation import AnswerEvent, GenerationRequest
 from kvasir_node.base.settings import Settings
-from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot, RequestsSnapshot
+from kvasir_node.base.snapshot import ExpertLayerSnapshot, MetricsSnapshot, NodeSnapshot, RequestsSnapshot
 
 if TYPE_CHECKING:
     from kvasir_node.surfaces.phone_door import PhoneDoor
@@ -60,6 +60,8 @@ class NodePort(Protocol):
     def events(self) -> EventLog: ...
 
     def requests_snapshot(self) -> RequestsSnapshot: ...
+
+    def metrics(self) -> MetricsSnapshot: ...
 
     def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
         """Of the model that this node coordinates, layer by layer; empty when it is no coordinator."""

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from kvasir_node.base.errors import BugError, CapacityError, DataError, KvasirError, QueueFull, UsageError
+from kvasir_node.base.events import Happening
 from kvasir_node.base.generation import ChoiceEnded, Finished, FinishReason, GenerationRequest, TextDelta
 from kvasir_node.decide.admission import AdmissionLimits, Load
 from kvasir_node.model.jobs import AnswerTally, BadLogits, Job, StepToken
@@ -127,6 +128,7 @@ class Room:
     load_changes: list[Load] = field(default_factory=list)
     steps: list[StepMeasured] = field(default_factory=list)
     inline_calls: int = 0
+    told: list[Happening] = field(default_factory=list)
 
     def assert_empty(self) -> None:
         assert (self.desk.admission.busy, self.desk.admission.queued) == (0, 0)
@@ -176,6 +178,7 @@ async def open_room(slots: int = 2, queue: int = 3) -> AsyncIterator[Room]:
         limits,
         load_changed=lambda: room.load_changes.append(room.desk.admission.load),
         stepped=lambda step: room.steps.append(step),
+        tell=lambda happening: room.told.append(happening),
         run_blocking=run_blocking,
     )
     room = Room(desk, engine)

@@ -1,0 +1,44 @@
+"""What a node's snapshot says of its network: connections, how it is reached, members. It changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
+from kvasir_node.net.transport import Transport
+from kvasir_node.roles.peers import Peers
+from kvasir_node.roles.reaching import Reaching
+
+MEMBERS_SHOWN_MAX = 512
+
+
+def member_snapshots(peers: Peers, transport: Transport) -> tuple[MemberSnapshot, ...]:
+    known = islice(peers.about().items(), MEMBERS_SHOWN_MAX)
+    paths = {each.peer: each.path for each in transport.connections()}
+    return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
+
+
+def net_snapshot(transport: Transport, reaching: Reaching | None) -> NetSnapshot:
+    """`reaching` is None before the node is ready."""
+    connections = transport.connections()
+    relayed = sum(1 for each in connections if each.path == "relay")
+    counts = NetSnapshot(
+        peers=len(connections),
+        direct=len(connections) - relayed,
+        relayed=relayed,
+        bytes_in=transport.bytes_in,
+        bytes_out=transport.bytes_out,
+    )
+    if reaching is None:
+        return counts
+    upnp, upnp_says = reaching.upnp
+    return replace(
+        counts,
+        reachability=str(reaching.reachability),
+        nat=str(reaching.nat),
+        relays=reaching.relays,
+        carried=reaching.carried,
+        upnp=upnp,
+        upnp_says=upnp_says,
+    )

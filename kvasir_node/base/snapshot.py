@@ -218,6 +218,7 @@ class NodeSnapshot:
     worker: WorkerSnapshot | None
     net: NetSnapshot
     members: tuple[MemberSnapshot, ...] = ()  # connected now
+    revoked: tuple[str, ...] = ()  # peer ids that the swarm's owner has shut out
     draining: bool = False  # takes no new work, for good; what is under way goes on to its end
 
     def to_json(self) -> dict[str, Any]:

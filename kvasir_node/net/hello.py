@@ -137,6 +137,10 @@ class Membership:
         """Whether the member proved itself by a pass, and not by a ticket."""
         return peer in self._by and self._by[peer].is_guest
 
+    def refusal(self, peer: PeerId) -> str | None:
+        """Why a peer is not let in whatever it proves; None = it may be."""
+        return self._refusal_of(peer)
+
     def members(self) -> tuple[PeerId, ...]:
         return tuple(self._settled)
 
@@ -262,7 +266,10 @@ class Membership:
         await stream.write(ours, bytes([len(held)]), *(_hint(secret, ours, ids) for secret in held))
         number = (await read_exactly(stream.read, 1))[0]
         if number == _UNWANTED:
-            raise Misbehaved(RejectReason.NOT_A_MEMBER, "it refuses this peer: ask its owner (network.refuse, allow)")
+            raise Misbehaved(
+                RejectReason.NOT_A_MEMBER,
+                "it refuses this peer: ask its owner (network.refuse, allow) or the swarm's (kvasir-node revoke)",
+            )
         if not 1 <= number <= len(held):
             raise _stranger()
         secret = held[number - 1]

@@ -6,7 +6,7 @@ It does not know how membership is proved (net/hello), nor what any role does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import kvasir_node
@@ -67,8 +67,13 @@ def with_granted_roles(settings: Settings, swarm: SwarmKey) -> Settings:
     return replace(settings, node=replace(settings.node, roles=roles))
 
 
-def open_membership(settings: Settings, transport: Transport, swarm: SwarmKey, name: str) -> Membership:
-    """The grants under a secret that is being replaced are told, too: who has only that one can read no others."""
+def open_membership(
+    settings: Settings, transport: Transport, swarm: SwarmKey, name: str, revoked: Callable[[PeerId], str | None]
+) -> Membership:
+    """`revoked` tells why the swarm's owner shuts a peer out.
+
+    The grants under a secret that is being replaced are told, too: who has only that one can read no others.
+    """
     grants = [pair for keys in swarm.valid_keys() for pair in keys.grants(transport.peer_id).items()]
     about = About(name, kvasir_node.__version__, settings.node.roles, transport.addresses(), tuple(grants))
     return Membership(
@@ -76,5 +81,5 @@ def open_membership(settings: Settings, transport: Transport, swarm: SwarmKey, n
         read_secret(swarm.secret).entry,
         about.to_bytes(),
         older=lambda: [keys.entry for keys in swarm.valid_keys()[1:]],
-        refusal_of=lambda peer: refusal(settings.network, peer),
+        refusal_of=lambda peer: refusal(settings.network, peer) or revoked(peer),
     )

@@ -32,7 +32,6 @@ from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     ExpertLayerSnapshot,
     FanoutSnapshot,
-    MetricsSnapshot,
     NodeSnapshot,
     RequestsSnapshot,
     SlotsSnapshot,
@@ -61,8 +60,7 @@ from kvasir_node.roles.library import models_dir, open_library
 from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, LoggedProgress, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.manners import Keeper, lower_priority
-from kvasir_node.roles.membership import open_membership, refusal, with_granted_roles
-from kvasir_node.roles.metrics_view import metrics_snapshot
+from kvasir_node.roles.membership import open_membership, with_granted_roles
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.net_view import member_snapshots, net_snapshot
 from kvasir_node.roles.pairing import Pairing, PhoneInvite
@@ -70,6 +68,8 @@ from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.pulling import Progress as PullProgress
 from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.reaching import Reaching
+from kvasir_node.roles.revoking import FILE_NAME as REVOKED_FILE_NAME
+from kvasir_node.roles.revoking import Revocations, RevocationTeller
 from kvasir_node.roles.slowdown import Pace, stretched
 from kvasir_node.roles.swarm_key import Renewal, SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
@@ -127,7 +127,6 @@ class Node:
             clock_skew_max_s=settings.market.clock_skew_max_s,
             interval_min_s=settings.market.gossip_interval_min_s,
             is_met=membership.is_member,
-            rejections=membership.rejections,
         )
         self._peers = Peers(
             membership,
@@ -146,10 +145,9 @@ class Node:
         self.worker: Worker | None = None
         self._keeper: Keeper | None = None
         self._reaching: Reaching | None = None
+        self._revoking: RevocationTeller | None = None
         self._is_draining = False
         self.events = EventLog()
-        self._tallies: list[FetchTally] = []  # one for each of the few roles that fetch
-        self._block_server: BlockServer | None = None
 
     @property
     def settings(self) -> Settings:
@@ -177,7 +175,6 @@ class Node:
             other_hubs=lambda: [hub for hub in self._peers.hubs() if hub != self._transport.peer_id],
             ask_hub=self._ask_hub,
             tell=self.events.add,
-            rejections=self._membership.rejections,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
@@ -207,15 +204,10 @@ class Node:
             open_block_calls(self._transport),
             store,
             self._settings.store,
-            self._new_tally(),
+            FetchTally(),
             throttle=self._downloads,
             others=self._membership.members,
         )
-
-    def _new_tally(self) -> FetchTally:
-        tally = FetchTally()
-        self._tallies.append(tally)
-        return tally
 
     def add_pairing(self) -> None:
         self._pairing = Pairing(
@@ -224,7 +216,7 @@ class Node:
             code_s=self._settings.phone.code_s,
             addresses=self._transport.addresses,
             hubs=self._hub_addresses,
-            refusal_of=lambda peer: refusal(self._settings.network, peer),
+            refusal_of=self._membership.refusal,
             address_of=self._network_address,
             outward_host=outward_host,
         )
@@ -248,6 +240,9 @@ class Node:
             is_hub=self.hub is not None,
             moved=self._on_moved,
         )
+
+    def add_revoking(self, revocations: Revocations) -> None:
+        self._revoking = RevocationTeller(self._transport, self._membership, revocations)
 
     def _on_moved(self) -> None:
         """Others reach us at other addresses now, which a coordinator's demand tells."""
@@ -284,7 +279,7 @@ class Node:
         self._keeper = Keeper(self._settings.worker, self.worker)
 
     def serve_blocks(self, store: BlockStore) -> None:
-        self._block_server = server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
+        server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
         self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(server.serve))
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -302,6 +297,8 @@ class Node:
         if self._keeper is not None:
             self._keep_running(nursery, "the keeper of its owner's wishes", self._keeper.run)
         self._keep_running(nursery, "the reader of demand tables", self._follow_tables)
+        if self._revoking is not None:
+            self._keep_running(nursery, "the news of who is shut out", self._revoking.run)
         if self._reaching is not None:
             self._keep_running(nursery, "the search for ways through NATs", self._reaching.run)
         for what, run in self._finding.parts():
@@ -354,7 +351,7 @@ class Node:
             self._tell_demand()
 
     def _take_table(self, publisher: PeerId, data: bytes) -> bool:
-        return refusal(self._settings.network, publisher) is None and self._tables.take(publisher, data)
+        return self._membership.refusal(publisher) is None and self._tables.take(publisher, data)
 
     def _tell_demand(self) -> None:
         if self.worker is not None:
@@ -434,6 +431,10 @@ class Node:
             "model": {"id": models[0].id, "name": models[0].name} if models else None,
         }
 
+    def revoke(self, peer: str, *, is_revoked: bool) -> bool:
+        assert self._revoking is not None
+        return self._revoking.change(PeerId(peer), is_revoked=is_revoked)
+
     def begin_drain(self) -> None:
         """Takes no new work from now on; what is under way goes on to its end."""
         self._is_draining = True
@@ -483,6 +484,7 @@ class Node:
             worker=self.worker.snapshot() if self.worker is not None else None,
             net=net_snapshot(self._transport, self._reaching),
             members=member_snapshots(self._peers, self._transport),
+            revoked=() if self._revoking is None else self._revoking.revoked,
             draining=self._is_draining,
         )
 
@@ -492,10 +494,6 @@ class Node:
 
     def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
         return () if self.coordinator is None else self.coordinator.experts()
-
-    def metrics(self) -> MetricsSnapshot:
-        served = 0 if self._block_server is None else self._block_server.bytes_served
-        return metrics_snapshot(self.coordinator, self._tallies, served, self._membership.rejections.counts())
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = [
@@ -563,7 +561,9 @@ async def open_node(
         open_libp2p_transport(settings.network, data_dir / KEY_FILE_NAME) as transport,
         open_gossip(transport) as gossip,
     ):
-        membership = open_membership(settings, transport, swarm, node_name(settings, transport.peer_id))
+        revocations = Revocations(data_dir / REVOKED_FILE_NAME, swarm.valid_keys)
+        name = node_name(settings, transport.peer_id)
+        membership = open_membership(settings, transport, swarm, name, revocations.refusal)
         node = Node(settings, transport, membership, gossip, swarm)
         node.add_library(store, catalog)
         if "hub" in roles:
@@ -575,6 +575,7 @@ async def open_node(
         node.serve_blocks(faults.served(store))
         node.add_pairing()
         node.add_reaching(transport)
+        node.add_revoking(revocations)
         if isinstance(model, str):
             await node.pull_before_start(model)
             node.add_coordinator(await trio.to_thread.run_sync(_load_model, settings, catalog, store), store)

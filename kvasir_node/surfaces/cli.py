@@ -30,6 +30,7 @@ from kvasir_node.surfaces.exits import INTERRUPTED, exit_code_of
 from kvasir_node.surfaces.library_commands import library_app
 from kvasir_node.surfaces.life_commands import life_app
 from kvasir_node.surfaces.reading_commands import reading_app
+from kvasir_node.surfaces.revoke_command import revoke_app
 from kvasir_node.surfaces.run_command import run_app
 from kvasir_node.surfaces.sim_command import sim_app
 from kvasir_node.surfaces.ticket_command import node_file, ticket_app
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _ORDER = (  # of the verbs in the help: as they are met
     *("up", "run", "add", "pull", "ls", "rm", "verify"),
     *("status", "ps", "peers", "demand", "top", "doctor", "pause", "resume", "drain", "stop"),
-    *("ticket", "id", "config", "bench", "sim"),
+    *("ticket", "revoke", "id", "config", "bench", "sim"),
 )
 
 
@@ -65,6 +66,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(library_app)
 app.add_typer(life_app)
 app.add_typer(reading_app)
+app.add_typer(revoke_app)
 app.add_typer(run_app)
 app.add_typer(sim_app)
 app.add_typer(ticket_app)

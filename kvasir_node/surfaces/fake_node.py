@@ -161,6 +161,14 @@ class FakeNode:
             raise UsageError("this node is no worker, so there is nothing to pause or resume")
         self.status = replace(self.status, worker=replace(self.status.worker, state=state, reason=reason))
 
+    def revoke(self, peer: str, *, is_revoked: bool) -> bool:
+        if len(peer) < 46:
+            raise UsageError(f"a peer id is what `kvasir-node id` and `peers --json` print; got {peer!r}", param="peer")
+        before = self.status.revoked
+        others = tuple(each for each in before if each != peer)
+        self.status = replace(self.status, revoked=(*others, peer) if is_revoked else others)
+        return self.status.revoked != before
+
     def begin_drain(self) -> None:
         self._draining = True
         worker = self.status.worker and replace(self.status.worker, state="paused", leases=(), slices=())

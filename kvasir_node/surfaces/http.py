@@ -82,6 +82,7 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
             *life.door.page.routes(),
             Route("/kvasir/v1/pause", api.pause, methods=["POST"]),
             Route("/kvasir/v1/resume", api.resume, methods=["POST"]),
+            Route("/kvasir/v1/revoke", api.revoke, methods=["POST"]),
             Route("/kvasir/v1/drain", api.drain, methods=["POST"]),
             Route("/kvasir/v1/stop", api.stop, methods=["POST"]),
             Route("/kvasir/v1/restart", api.restart, methods=["POST"]),
@@ -157,6 +158,14 @@ class _Api:
     async def resume(self, request: Request) -> Response:
         self.node.resume()
         return JSONResponse(self.node.snapshot().to_json())
+
+    async def revoke(self, request: Request) -> Response:
+        body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))
+        peer, is_revoked = body.get("peer"), body.get("revoked", True)
+        if not isinstance(peer, str) or not isinstance(is_revoked, bool) or set(body) - {"peer", "revoked"}:
+            raise UsageError('the body must be {"peer": PEER_ID, "revoked": true or false}', param="peer")
+        changed = self.node.revoke(peer, is_revoked=is_revoked)
+        return JSONResponse(views.revoked_document(self.node.snapshot(), changed=changed))
 
     async def drain(self, request: Request) -> Response:
         self.node.begin_drain()

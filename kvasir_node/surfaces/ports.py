@@ -111,6 +111,13 @@ class NodePort(Protocol):
         """Ends `pause`; what the owner's settings forbid stays forbidden. Raises UsageError without a worker."""
         ...
 
+    def revoke(self, peer: str, *, is_revoked: bool) -> bool:
+        """Shuts a peer out of the whole swarm, or lets it in again; False where that is so already.
+
+        Raises UsageError without the swarm's whole secret and for what is no peer id, CapacityError when no more fit.
+        """
+        ...
+
     def begin_drain(self) -> None:
         """Takes no new work from now on, which nothing but a restart ends; what is under way goes on to its end."""
         ...

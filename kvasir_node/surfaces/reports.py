@@ -137,6 +137,7 @@ def peers_text(peers: Document) -> str:
         if member["peer_id"] not in shown:
             roles = clean(",".join(member["roles"]), 40)
             lines.append(f"{clean(member['name'], 20):<20} {short_id(member['peer_id'])}  {roles}")
+    lines += [f"shut out of the swarm: {clean(peer, 64)}" for peer in peers.get("revoked") or ()]
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ PEERS_SCHEMA = "kvasir.peers/1"
 DEMAND_SCHEMA = "kvasir.demand/1"
 HEALTH_SCHEMA = "kvasir.health/1"
 REQUESTS_SCHEMA = "kvasir.requests/1"
+REVOKED_SCHEMA = "kvasir.revoked/1"
 EXPERTS_SCHEMA = "kvasir.experts/1"
 
 
@@ -29,7 +30,13 @@ def peers_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "net": asdict(snapshot.net),
         "workers": [asdict(worker) for worker in snapshot.workers],
         "members": [asdict(member) for member in snapshot.members],
+        "revoked": list(snapshot.revoked),
     }
+
+
+def revoked_document(snapshot: NodeSnapshot, *, changed: bool) -> dict[str, Any]:
+    """Who is shut out after a request about it; `changed`: whether the request changed that."""
+    return {"schema": REVOKED_SCHEMA, "changed": changed, "revoked": list(snapshot.revoked)}
 
 
 def demand_document(snapshot: NodeSnapshot) -> dict[str, Any]:

@@ -4,7 +4,8 @@ It does not know tickets, files or connections. Everything comes from one root s
 
 - the entry key, which every ticket holds: who has it is a member, and may work and fetch;
 - for each of the roles hub and coordinator an ed25519 key pair. A ticket that lets its holder take the role holds the
-  private half, every other ticket the public one. So a worker can check that a hub is one, and cannot be one.
+  private half, every other ticket the public one. So a worker can check that a hub is one, and cannot be one;
+- the owner's key pair, whose private half only the whole secret gives: it says which peers are shut out (revocation).
 
 A grant is a signature of a role's key over a peer id. It is no secret: it serves only the peer that it names, and
 whoever connects proves its peer id anyway (Noise), as does whoever signs a record.
@@ -35,23 +36,30 @@ GUARDED_ROLES = (HUB, COORDINATOR)  # a worker needs no more than membership
 ROOT_BYTES = 32
 KEY_BYTES = 32
 GRANT_BYTES = 64
-SECRET_BYTES_MAX = 128
+SECRET_BYTES_MAX = 160
 NAME_BYTES = 10
 _ROOT_LATER = 1  # first byte of a root that replaced another
 _LESS = 2  # first byte of a lesser secret, plus 1 with the hub's private key, plus 2 with the coordinator's
 _ROOT_LATER_BYTES = 1 + NAME_BYTES + ROOT_BYTES
-_LESS_BYTES = 1 + NAME_BYTES + KEY_BYTES * (1 + len(GUARDED_ROLES))
+_LESS_BYTES = 1 + NAME_BYTES + KEY_BYTES * (2 + len(GUARDED_ROLES))
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmKeys:
-    """The keys of one secret. `private` has only the roles that its holder may take beside working."""
+    """The keys of one secret. `private` has only the roles that its holder may take beside working; `owner` is a
+    public key, and `owner_private` empty for all but the whole secret."""
 
     name: bytes
     entry: bytes
     public: Mapping[str, bytes]
     private: Mapping[str, bytes]
-    is_root: bool
+    owner: bytes
+    owner_private: bytes = b""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the whole secret."""
+        return bool(self.owner_private)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -99,16 +107,17 @@ def read_secret(secret: bytes) -> SwarmKeys:
 def _keys_of_root(name: bytes, root: bytes) -> SwarmKeys:
     private = {role: _derived(root, role) for role in GUARDED_ROLES}
     public = {role: _public(seed) for role, seed in private.items()}
-    return SwarmKeys(name, _derived(root, "entry"), public, private, is_root=True)
+    owner = _derived(root, "owner")
+    return SwarmKeys(name, _derived(root, "entry"), public, private, _public(owner), owner)
 
 
 def _keys_of_less(secret: bytes) -> SwarmKeys:
     body = secret[1 + NAME_BYTES :]
-    entry, *keys = (body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES))
+    entry, owner, *keys = (body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES))
     held = secret[0] - _LESS
     private = {role: key for n, (role, key) in enumerate(zip(GUARDED_ROLES, keys, strict=True)) if held & 1 << n}
     public = {role: _public(key) if role in private else key for role, key in zip(GUARDED_ROLES, keys, strict=True)}
-    return SwarmKeys(secret[1 : 1 + NAME_BYTES], entry, public, private, is_root=False)
+    return SwarmKeys(secret[1 : 1 + NAME_BYTES], entry, public, private, owner)
 
 
 def lesser_secret(secret: bytes, roles: Collection[str]) -> bytes:
@@ -120,7 +129,7 @@ def lesser_secret(secret: bytes, roles: Collection[str]) -> bytes:
         raise UsageError(f"this node's own ticket does not let it be {missing[0]}, so it cannot invite one")
     held = sum(1 << n for n, role in enumerate(GUARDED_ROLES) if role in roles)
     parts = (keys.private[role] if role in roles else keys.public[role] for role in GUARDED_ROLES)
-    return bytes([_LESS + held]) + keys.name + keys.entry + b"".join(parts)
+    return bytes([_LESS + held]) + keys.name + keys.entry + keys.owner + b"".join(parts)
 
 
 def replacing_secret(secret: bytes) -> bytes:
@@ -140,6 +149,21 @@ def has_role(keys: Sequence[SwarmKeys], peer: PeerId, role: str, grants: Iterabl
     """Whether a member may take a role by any of the secrets that count now."""
     found = [grant for granted, grant in grants if granted == role]
     return role == WORKER or any(each.may(peer, role, grant) for each in keys for grant in found)
+
+
+def sign_as_owner(keys: SwarmKeys, message: bytes) -> bytes:
+    """Raises UsageError for all but the whole secret."""
+    if not keys.is_root:
+        raise UsageError("only a node with the swarm's whole secret may do that: one whose ticket is for all roles")
+    return Ed25519PrivateKey.from_private_bytes(keys.owner_private).sign(message)
+
+
+def is_signed_by_owner(keys: SwarmKeys, message: bytes, signature: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(keys.owner).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
 
 
 def _derived(root: bytes, purpose: str) -> bytes:

@@ -79,6 +79,10 @@ async def test_a_refused_peer_is_told_so_and_others_are_not_hindered(tmp_path):
         await until(refused, lambda s: any("refuses this peer" in w for w in s.warnings), "the refusal", 10)
         await until(good, lambda s: s.warnings == (), "no warning", 10)
         assert [member.name for member in hub.snapshot().members] == ["bob"]
+        bob = good.ready_info()["peer_id"]
+        assert hub.revoke(bob, is_revoked=True)
+        await until(good, lambda s: any("refuses this peer" in w for w in s.warnings), "shut out of the swarm", 10)
+        assert (hub.snapshot().members, hub.snapshot().revoked) == ((), (bob,))
 
 
 async def test_the_secret_is_replaced_and_nothing_stops(tmp_path):

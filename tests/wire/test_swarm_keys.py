@@ -44,6 +44,7 @@ def test_a_lesser_secret_lets_take_its_roles_and_no_others(roles):
     assert lesser.roles == (*roles, WORKER)
     assert (lesser.entry, lesser.public, lesser.name) == (root.entry, root.public, root.name)
     assert not lesser.is_root
+    assert lesser.owner == root.owner
     for role in GUARDED_ROLES:
         grants = list(lesser.grants(ANN).items())
         assert has_role([root], ANN, role, grants) is (role in roles)
@@ -57,6 +58,7 @@ def test_a_lesser_secret_lets_take_its_roles_and_no_others(roles):
 def test_a_lesser_secret_holds_no_private_key_that_it_should_not(roles):
     secret, root = lesser_secret(SECRET, roles), read_secret(SECRET)
     assert SECRET not in secret
+    assert root.owner_private not in secret
     for role in GUARDED_ROLES:
         assert (root.private[role] in secret) is (role in roles)
 
@@ -87,9 +89,9 @@ def test_a_replacing_secret_is_of_the_same_swarm_and_has_nothing_else_of_the_old
     assert has_role([old, new], ANN, HUB, [*grants, *old.grants(ANN).items()])
 
 
-@pytest.mark.parametrize("secret", [b"", bytes(31), bytes(33), bytes(43), b"\x06" + bytes(106), bytes(108)])
+@pytest.mark.parametrize("secret", [b"", bytes(31), bytes(33), bytes(43), b"\x06" + bytes(138), bytes(140)])
 def test_what_is_no_secret_is_refused_and_not_shown(secret):
-    with pytest.raises(UsageError, match=rf"has 32, 43 or 107 bytes; got {len(secret)}"):
+    with pytest.raises(UsageError, match=rf"has 32, 43 or 139 bytes; got {len(secret)}"):
         read_secret(secret)
 
 

@@ -106,8 +106,8 @@ class RemoteSource:
             await trio.sleep(interval_s)
 
     async def _follow_events(self) -> None:
-        """From now on, and after a cut from where it was."""
-        last = ""
+        """From the oldest that the node keeps, and after a cut from where it was."""
+        last = "0"
         while True:
             with suppress(httpx.HTTPError, DataError):
                 async for name, data in _events(self._client, last):
@@ -126,7 +126,7 @@ def read_document(content: bytes, kind: type[Document]) -> Document:
 
 async def _events(client: httpx.AsyncClient, last: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Ids and documents of server-sent events, as they come, after the one with id `last`."""
-    headers = {"last-event-id": last} if last else {}
+    headers = {"last-event-id": last}
     timeout = httpx.Timeout(TIMEOUT_S, read=SILENT_EVENTS_S)
     async with client.stream("GET", "/kvasir/v1/events", headers=headers, timeout=timeout) as response:
         if response.status_code != 200:

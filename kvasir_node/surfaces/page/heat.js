@@ -7,8 +7,7 @@ const PLACES = { h: "here", m: "here from the file", w: "by a worker", ".": "mis
 const GAP = 1;
 const CELL_MAX = 22;
 const ROW_MAX = 18;
-const ROW_MIN = 4;
-const MARKED_FROM = 7; // pixels of a cell that has room for a mark
+const CELL_MIN = 8; // has room for a mark; what does not fit is scrolled
 const HOTTEST = 5;
 
 let layers = [];
@@ -33,19 +32,21 @@ function hottest() {
 }
 
 function geometry() {
-  const width = $("map").clientWidth;
-  const across = Math.min(width / layers[0].use.length, CELL_MAX);
-  return { across, down: Math.max(Math.min(across, ROW_MAX), ROW_MIN) };
+  const room = $("map").parentElement.clientWidth;
+  const across = Math.min(Math.max(room / layers[0].use.length, CELL_MIN), CELL_MAX);
+  return { across, down: Math.min(across, ROW_MAX) };
 }
 
 function draw() {
   const canvas = $("map");
-  if (!layers.length || !canvas.clientWidth) return;
+  if (!layers.length || !canvas.parentElement.clientWidth) return;
   const { across, down } = geometry();
+  const [width, height] = [layers[0].use.length * across, layers.length * down];
   const scale = window.devicePixelRatio || 1;
-  canvas.width = Math.round(canvas.clientWidth * scale);
-  canvas.height = Math.round(layers.length * down * scale);
-  canvas.style.height = `${layers.length * down}px`;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
   const brush = canvas.getContext("2d");
   brush.scale(scale, scale);
   const colours = palette();
@@ -64,16 +65,10 @@ function palette() {
 function cell(brush, colours, x, y, width, height, use, where) {
   brush.fillStyle = `rgba(${colours.heat}, ${use <= 0 ? 0.08 : 0.2 + (0.8 * use) / 100})`;
   brush.fillRect(x, y, width, height);
-  if (where === "h" || Math.min(width, height) < MARKED_FROM - GAP) {
-    if (where === ".") {
-      brush.fillStyle = colours.bad;
-      brush.fillRect(x, y, width, height);
-    }
-    return;
-  }
+  if (where === "h") return;
   const reach = Math.min(width, height) / 2 - 1.5;
   const [midX, midY] = [x + width / 2, y + height / 2];
-  brush.lineWidth = 2;
+  brush.lineWidth = reach > 4 ? 2 : 1.5;
   brush.strokeStyle = where === "." ? colours.bad : colours.text;
   brush.fillStyle = colours.text;
   brush.beginPath();

@@ -191,15 +191,17 @@ async function followExperts() {
 }
 
 async function followEvents() {
-  let last = "";
+  let last = "0"; // from the oldest that is kept
+  let told = 0;
   for (;;) {
     await asking;
     try {
-      const headers = last ? { "Last-Event-ID": last } : {};
+      const headers = { "Last-Event-ID": last };
       for await (const { id, data } of stream("kvasir/v1/events", { headers })) {
         last = id || last;
         showEvent(JSON.parse(data));
-        setTimeout(() => news?.(), NEWS_MS);
+        clearTimeout(told);
+        told = setTimeout(() => news?.(), NEWS_MS);
       }
     } catch {
       // without events the status is asked for all the same

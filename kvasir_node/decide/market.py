@@ -45,6 +45,7 @@ REST_POLLS_S = 20.0  # when nothing is open, all idle nodes together are asked t
 USUAL_BYTES_S = 2e6  # a fetch that is no slower than this is not late, however quick others were
 SLOWEST_BYTES_S = 250e3  # of a fetch that is waited for, however often it says that it gets on
 LOOK_S = 5.0  # how often a lease that is not proven is looked at: what is usual is learnt meanwhile
+MEET_S = 3.0  # a hub that began grants nothing so long: by then it has met the other hubs, or there are none
 DUE_SLACK = 1024  # entries of ended leases that are kept before all are made anew
 LATE_RATIO_MAX = 0.08  # of all copies wanted, over all hubs, so many at most are asked for again as a lease is late
 
@@ -52,8 +53,9 @@ LATE_RATIO_MAX = 0.08  # of all copies wanted, over all hubs, so many at most ar
 class Market:
     """Merged demand, leases, and the answers to polls and renewals.
 
-    `name` makes lease ids unique over hubs and their restarts; `started_at` is when this hub began: until every
-    coordinator has had time to report, leases that others granted are taken over unseen.
+    `name` makes lease ids unique over hubs and their restarts; `started_at` is when this hub began. It first meets the
+    others, which may be granting already; until every coordinator has had time to report, leases that others granted
+    are taken over unseen.
     """
 
     REMEMBERED_PER_ISSUER = 4  # issuers_max × this are remembered after their demand has expired, against replays
@@ -61,6 +63,7 @@ class Market:
     def __init__(self, limits: MarketLimits, name: str, started_at: float) -> None:
         self._limits = limits
         self._name = name
+        self._met_at = started_at + MEET_S
         self._young_until = started_at + limits.lease_ttl_s
         self._issuers: dict[PeerId, Issuer] = {}
         self._heard: dict[PeerId, tuple[int, int]] = {}  # newest (epoch, sequence); heard longest ago first
@@ -219,12 +222,12 @@ class Market:
         if is_proven:
             self._proof_times.note(now - lease.granted_at)
             self._not_late(lease)
-            lease.proven_at = now
+            lease.proven_at, lease.is_lost = now, False
             self._strikes.forgive(lease.worker, lease.key[1])
             self._idle.note_good(lease.worker)
             self._of_origin[lease.origin] -= 1
         else:
-            lease.proven_at, lease.progress_at, lease.granted_at = None, now, now
+            lease.proven_at, lease.progress_at, lease.granted_at, lease.is_lost = None, now, now, True
             lease.progress = max(lease.progress, 1)  # what was proven once has not come to nothing
             self._of_origin[lease.origin] += 1
             self._watch(lease)
@@ -253,6 +256,8 @@ class Market:
         """
         self.tick(now)
         self._note_idle(worker, now)
+        if now < self._met_at:
+            return self._met_at - now
         origin = address_range(address) if address else ""
         stands_back = not self._idle.is_good(worker) and self._idle.good >= self._open.copies
         if len(self._leases) < self._limits.leases_max and self._may_have_another(worker, origin, now):
@@ -298,6 +303,7 @@ class Market:
             expires_at=now + self._limits.lease_ttl_s,
             want_then=book.want,
             progress_at=now,
+            renewed_at=now,
         )
         self._leases[lease_id] = book.leases[lease_id] = lease
         self._of_worker.setdefault(worker, {})[lease_id] = lease
@@ -329,7 +335,7 @@ class Market:
         if self._is_overtaken(lease):
             self._strikes.add(worker, key[1], now)
         elif not self._is_surplus(lease, now):
-            lease.expires_at = now + self._limits.lease_ttl_s
+            lease.renew(self._limits.lease_ttl_s, now)
             return self._limits.lease_ttl_s, ""
         self._end(lease, now)
         self._note_idle(worker, now)
@@ -458,7 +464,8 @@ class Market:
         if lease.proven_at is not None:
             return lease.expires_at
         patience = self._limits.progress_timeout_s
-        return min(lease.expires_at, lease.progress_at + patience, lease.granted_at + self._proof_within_s(lease))
+        at = min(lease.expires_at, lease.progress_at + patience, lease.granted_at + self._proof_within_s(lease))
+        return min(at, lease.missed_at(self._limits.lease_ttl_s)) if lease.is_lost else at
 
     def _proof_within_s(self, lease: Lease) -> float:
         """How long a lease may last without proof, whatever progress it claims: a large slice takes long to fetch."""
@@ -472,7 +479,9 @@ class Market:
         came_to_nothing = lease.proven_at is None and self._is_stuck(lease, now)
         if came_to_nothing and self._books[lease.key].want > 0:  # else its coordinator has gone, or is served
             self._strikes.add(lease.worker, lease.key[1], now)
-        if came_to_nothing or lease.expires_at <= now:
+        # Lost by its coordinator and silent here: the machine is gone, so another is asked before the lease would end.
+        is_gone = lease.is_lost and lease.missed_at(self._limits.lease_ttl_s) <= now
+        if came_to_nothing or is_gone or lease.expires_at <= now:
             self._end(lease, now)
             return
         late_s = max(self._proof_times.late_s, self._fetch_s(lease, USUAL_BYTES_S))

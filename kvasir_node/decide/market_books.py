@@ -16,6 +16,7 @@ from kvasir_node.decide.demand import Wanted
 Key = tuple[PeerId, ModelId, SliceId]  # (coordinator, model, slice)
 PROOF_TIMES = 64  # leases whose time until proof is remembered ...
 PROOF_TIMES_MIN = 8  # ... and needed, before they say what is usual
+MISSED_FACTOR = 1.25  # a renewal is missed this × the longest time between two after the last one
 LATE_FACTOR = 1.5  # a lease is late after this × the time in which nine of ten were proven
 Rank = tuple[bool, float, int]  # ours to fill, share of the copies wanted that is open, copies open
 
@@ -103,13 +104,29 @@ class Lease:
     want_then: int  # copies that were wanted when it was granted
     progress: int = 0
     progress_at: float = 0.0
+    renewed_at: float = 0.0
+    renewals: int = 0
+    renewal_gap_s: float = 0.0  # the longest between two renewals
     proven_at: float | None = None
+    is_lost: bool = False  # its coordinator no longer counts on it, and its worker has not been heard of since
     is_late: bool = False  # unproven for so long that it no longer counts as a copy
 
     @property
     def counts(self) -> bool:
         """Whether it stands for a copy that is not proven yet."""
         return self.proven_at is None and not self.is_late
+
+    def renew(self, ttl_s: float, now: float) -> None:
+        if self.renewals:
+            self.renewal_gap_s = max(self.renewal_gap_s, now - self.renewed_at)
+        self.renewals += 1
+        self.renewed_at, self.expires_at, self.is_lost = now, now + ttl_s, False
+
+    def missed_at(self, ttl_s: float) -> float:
+        """When its next renewal is missed. Workers renew at least three times in `ttl_s`, and all their leases at once:
+        so the time to the first renewal says nothing of how often they come."""
+        usual_s = self.renewal_gap_s if self.renewals > 2 else ttl_s / 3
+        return self.renewed_at + MISSED_FACTOR * usual_s
 
 
 @dataclass(slots=True)

@@ -117,6 +117,7 @@ class _Held:
     attach_pause_s: float = 0.0
     lost_at: float | None = None
     is_proven: bool = False  # by the coordinator's last word
+    is_renewing: bool = False  # a hub was asked and has not answered: two that renew one lease would count it twice
     unanswered: bool = False  # no hub has answered the latest renewal
 
 
@@ -151,7 +152,8 @@ class Placement:
         at = max(self._poll_at, self._no_poll_before) if self._may_poll() else math.inf
         for held in self._held.values():
             if held.stage is not Stage.DRAINING:
-                at = min(at, held.renew_at, math.inf if held.is_proven else held.expires_at)
+                at = at if held.is_renewing else min(at, held.renew_at)
+                at = at if held.is_proven else min(at, held.expires_at)
                 at = at if held.attach_at is None else min(at, held.attach_at)
         return None if at == math.inf else at
 
@@ -281,14 +283,16 @@ class Placement:
             case CoordinatorLost():
                 return self._on_coordinator_lost(held, now)
             case Renewed(_, ttl_s):
+                held.is_renewing = False
                 if ttl_s <= 0:
                     return self._start_drain(lease, release=False)
                 held.expires_at, held.unanswered = now + ttl_s, False
                 held.renew_at = min(held.renew_at, self._renewal_due(ttl_s, now))
             case RenewFailed(_, hub):
                 self._put_last(hub)
-                held.unanswered = True
-                held.hub = self._hubs[0] if self._hubs else held.hub
+                held.is_renewing, held.unanswered = False, True
+                if self._hubs and (hub == held.hub or held.hub not in self._hubs):
+                    held.hub = self._hubs[0]
                 held.renew_at = min(held.renew_at, now + self._limits.renew_interval_s / 3)
             case Drained():
                 del self._held[lease]
@@ -412,10 +416,11 @@ class Placement:
 
     def _renew(self, active: list[_Held], now: float) -> Iterator[Command]:
         """When one lease is due, all that its hub renews go along: many then cost what one does, and stay in step."""
+        active = [held for held in active if not held.is_renewing]
         due = {self._hub_of(held) for held in active if now >= held.renew_at}
         for hub, group in self._by_hub(held for held in active if self._hub_of(held) in due):
             for held in group:
-                held.renew_at = now + self._limits.renew_interval_s
+                held.renew_at, held.is_renewing = now + self._limits.renew_interval_s, True
             yield RenewLeases(hub, tuple((held.assignment, held.stage is Stage.SERVING) for held in group))
 
 

@@ -45,6 +45,7 @@ class CoordinatorNode:
         self._rate, self._rate_max = rate, rate_max
         self._chance = random.Random(world.chance.getrandbits(64))
         self.slices = model.slices()
+        self.near_rtt_s = model.near_rtt_s(world.fanout.max_slowdown)
         self._missing = frozenset() if model.is_held else frozenset(self.slices)
         self.demands = Demands(self.slices, world.market.surge_copies_max, world.market.surge_decay_s)
         limits = AdmissionLimits(model.slots, model.queue, SATURATED_AFTER_S, CALM_AFTER_S, CALM_BUSY_RATIO)
@@ -193,6 +194,7 @@ class CoordinatorNode:
             slice_bytes=self.model.slice_bytes,
             addresses=(self.peer.address,),
             wants=self.wants,
+            near_rtt_s=self.near_rtt_s,
             refused=self._refused,
         )
 

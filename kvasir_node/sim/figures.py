@@ -112,6 +112,8 @@ def document(swarm: Swarm, seed: int, wall_s: float) -> dict[str, Any]:
         "flaps_per_node_hour_max": round(max(tally.joins.values(), default=0) / scenario.hours, 3),
         "nodes_that_worked": took_part,
         "copies_wanted_max": max(sample.want for sample in tally.samples),
+        "layers_per_slice_near": _rounded(tally.near.layers_per_slice),
+        "layers_per_slice_far": _rounded(tally.far.layers_per_slice),
         "gossip_bytes_per_node_s": round((tally.gossip_bytes + traffic.call_bytes / scenario.nodes) / length_s, 1),
         "hub_messages_per_s": traffic.busiest_second(),
         "doubled_leases_s": round(tally.doubled_s, 1),
@@ -132,6 +134,10 @@ def document(swarm: Swarm, seed: int, wall_s: float) -> dict[str, Any]:
         "wall_s": round(wall_s, 2),
     }
     return found
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 3)
 
 
 def _mean_unmet(samples: Sequence[Sample]) -> float:

@@ -50,6 +50,7 @@ class Swarm:
         self.forecast: Prediction | None = None  # of the first coordinator that holds nothing, late in a peak
         for coordinator in self.world.coordinators.values():
             for _, end in scenario.peaks:
+                heap.at(end - SAMPLE_S, self.tally.note_shapes, coordinator)
                 if not coordinator.model.is_held:
                     heap.at(end - SAMPLE_S, self._forecast, coordinator)
 

@@ -41,6 +41,18 @@ class Sample:
     tokens_s: float
 
 
+@dataclass(slots=True)
+class Shapes:
+    """What workers with several slices hold; each layer that one has a part in costs a round trip per token."""
+
+    slices: int = 0
+    layers: int = 0  # over all workers
+
+    @property
+    def layers_per_slice(self) -> float | None:
+        return self.layers / self.slices if self.slices else None
+
+
 class Tally:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -51,6 +63,7 @@ class Tally:
         self.copies_wanted = 0  # each time a want rose, by as much as it rose
         self.unmet_s = 0.0  # copies × seconds that were wanted and not proven
         self.doubled_s = 0.0  # the longest that a slice had more copies than wanted though demand had not fallen
+        self.near, self.far = Shapes(), Shapes()
         self.up_nodes = 0
         self._busy = 0
         self._held_count = 0
@@ -117,6 +130,18 @@ class Tally:
         if total < self._wants.get(issuer, 0):
             self._fell_at[issuer] = self._world.now
         self._wants[issuer] = total
+
+    def note_shapes(self, coordinator: CoordinatorNode) -> None:
+        """How its workers' slices lie now: those of near workers and those of far ones."""
+        held: dict[PeerId, list[SliceId]] = {}
+        for peer, part in coordinator.proven:
+            held.setdefault(peer, []).append(part)
+        for peer, parts in held.items():
+            rtt_s = self._world.network.round_trip_s(self._world.workers[peer].peer, coordinator.peer)
+            shapes = self.near if rtt_s < coordinator.near_rtt_s else self.far
+            if len(parts) > 1:
+                shapes.slices += len(parts)
+                shapes.layers += len({part.layer for part in parts})
 
     def healed(self) -> None:
         """What could not be known on both sides of a partition is over: doubled leases count from now."""

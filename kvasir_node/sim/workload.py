@@ -36,6 +36,11 @@ class SimModel:
     def id(self) -> ModelId:
         return _id_of(self.name)
 
+    def near_rtt_s(self, max_slowdown: float) -> float:
+        """What a coordinator's governor tells: what a token may take (`decide/planner`), divided by the layers."""
+        idle_s = self.slots**BATCH_POWER / self.alone_tokens_s
+        return max(self.slots / self.alone_tokens_s, max_slowdown * idle_s) / self.layers
+
     def slices(self) -> tuple[SliceId, ...]:
         each = self.experts_per_slice
         return tuple(

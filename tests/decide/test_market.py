@@ -10,6 +10,7 @@ from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_o
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.decide.market import (
     DUE_SLACK,
+    MEET_S,
     REST_POLLS_S,
     Demand,
     LeaseOffer,
@@ -267,6 +268,73 @@ def test_a_copy_that_was_never_wanted_goes_without_tenure():
     assert world.market.renew(WANDA, "old.2", KEY, progress=2, now=world.now) == (0.0, "no longer needed")
     world.report(wanted(1, WILL), ttl_s=1e6)
     assert world.counts() == [(LOW, 1, 1, 0)]
+
+
+def served_by(*workers: PeerId) -> tuple[World, list[LeaseOffer]]:
+    """A copy for each worker, granted a second after the other, renewed together every 3 s, and proven."""
+    world = World()
+    world.report(wanted(len(workers)))
+    offers = []
+    for worker in workers:
+        offers.append(world.lease(worker))
+        world.now += 1.0
+    world.keep(world.now + 9.0, *zip(workers, offers, strict=True))
+    world.report(wanted(len(workers), *workers))
+    return world, offers
+
+
+def test_a_machine_that_is_gone_is_replaced_as_soon_as_it_misses_a_renewal():
+    world, _ = served_by(WILL)
+    renewed_at = world.now
+    world.now += 1.0
+    world.report(wanted(1))  # its coordinator has lost it
+    assert world.counts() == [(LOW, 1, 0, 1)]
+    world.now = renewed_at + 1.24 * 3.0
+    assert isinstance(world.poll(WANDA), float)
+    world.now = renewed_at + 1.26 * 3.0  # its lease would end 15 s after the renewal
+    assert isinstance(world.poll(WANDA), LeaseOffer)
+    assert world.counts() == [(LOW, 1, 0, 1)]
+    assert isinstance(world.poll(WILL), float)
+
+
+def test_law_8_who_is_lost_by_its_coordinator_but_renews_keeps_its_lease():
+    world, (offer,) = served_by(WILL)
+    world.report(wanted(1))
+    world.keep(world.now + 12.0, (WILL, offer))
+    world.now += 14.0  # late now, but not missed: it has been heard of since
+    assert world.renew(WILL, offer, progress=1)[0] > 0
+    world.report(wanted(1, WILL))
+    assert world.counts() == [(LOW, 1, 1, 0)]
+
+
+def test_a_renewal_that_is_late_ends_no_lease_that_its_coordinator_counts_on():
+    world, (offer,) = served_by(WILL)
+    world.now += 14.0
+    assert isinstance(world.poll(WANDA), float)
+    assert world.renew(WILL, offer)[0] > 0
+
+
+def test_how_often_a_worker_renews_is_not_told_by_its_first_renewal():
+    world = World()
+    world.report(wanted(1))
+    offer = world.lease(WILL)
+    for now in (0.5, 1.0):  # it renews other leases then, and this one along
+        world.now = now
+        assert world.renew(WILL, offer)[0] > 0
+    world.report(wanted(1, WILL))
+    world.report(wanted(1))
+    world.now = 1.0 + 1.24 * LIMITS.lease_ttl_s / 3
+    assert world.renew(WILL, offer)[0] > 0
+
+
+def test_a_hub_that_has_just_begun_first_meets_the_others():
+    world = World(started_at=0.0)
+    world.report(wanted(1))
+    assert world.poll(WILL) == MEET_S
+    world.now = MEET_S - 0.5
+    assert world.poll(WILL) == 0.5
+    world.now = MEET_S
+    assert isinstance(world.poll(WILL), LeaseOffer)
 
 
 def test_entries_of_leases_that_ended_do_not_gather():
@@ -678,7 +746,7 @@ parts = st.sampled_from([LOW, HIGH])
 class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(started_at=0.0)
+        self.world = World(started_at=-MEET_S)
         self.heard: set[PeerId] = set()
         self.held: dict[str, tuple[PeerId, LeaseOffer]] = {}
         self.ids: set[str] = set()

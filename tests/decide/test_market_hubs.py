@@ -6,7 +6,7 @@ import pytest
 
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
-from kvasir_node.decide.market import Demand, LeaseOffer, LeaseReport, Market, MarketLimits
+from kvasir_node.decide.market import MEET_S, Demand, LeaseOffer, LeaseReport, Market, MarketLimits
 from kvasir_node.decide.market_offers import OTHERS_FIRST_S
 
 CARL, MODEL = PeerId("carl"), ModelId(cid_of(b"model", DAG_CBOR_CODEC))
@@ -15,15 +15,16 @@ LIMITS = MarketLimits(15.0, 60.0, 10.0, 5.0, 1000, 10, 600.0, 2.0)
 
 
 class Swarm:
-    """Hubs that hear the same coordinator, and each other when told to."""
+    """Hubs that hear the same coordinator, and each other when told to; unless `strangers`, they have met."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, started_at: float = -100.0, strangers: bool = False) -> None:
         self.now = 0.0
-        self.hubs = [Market(LIMITS, f"hub{number}", -100.0) for number in range(count)]
+        self.hubs = [Market(LIMITS, f"hub{number}", started_at) for number in range(count)]
         self.wants: dict[SliceId, Wanted] = {}
         self.held: dict[str, tuple[PeerId, LeaseOffer, int]] = {}  # and the hub that renews it
         self.sequence = 0
-        self.share(all_of_it=True)
+        if not strangers:
+            self.share(all_of_it=True)
 
     def report(self, *wants: Wanted) -> None:
         self.sequence += 1
@@ -77,6 +78,22 @@ def test_hubs_fill_different_slices_first_so_that_askers_of_the_same_second_do_n
     for number in range(16):
         assert swarm.poll(PeerId(f"worker {number}"), number % 2) is not None
     assert max(swarm.copies().values()) == 1
+
+
+def test_hubs_that_begin_when_demand_does_grant_no_more_than_one_would():
+    swarm = Swarm(3, started_at=0.0, strangers=True)
+    swarm.report(*all_wanted())
+    asked = 0
+    while swarm.now < MEET_S + OTHERS_FIRST_S + 1.0:
+        for number in (0, 1, 2) * 3:
+            asked += 1
+            swarm.poll(PeerId(f"worker {asked}"), number)
+        if swarm.now == MEET_S - 0.5:
+            swarm.share(all_of_it=True)  # they have found each other
+        elif swarm.now > MEET_S:
+            swarm.share()
+        swarm.now += 0.5
+    assert set(swarm.copies().values()) == {1}
 
 
 def test_what_another_hub_fills_first_is_left_to_it_as_long_as_it_grants_anything():

@@ -82,6 +82,14 @@ class Player:
                 return commands
         raise AssertionError(f"no {kind.__name__} came")
 
+    def waits_for_renewal(self) -> list:
+        """Lets due things come until a hub is asked to renew something, and leaves that unanswered."""
+        for _ in range(1000):
+            commands = self.ticks()
+            if any(isinstance(command, RenewLeases) for command in commands):
+                return commands
+        raise AssertionError("no renewal came")
+
     def renews(self, command: RenewLeases) -> None:
         for assignment, _ in command.leases:
             self.hears(Renewed(assignment.lease, 15.0))
@@ -386,6 +394,28 @@ def test_a_renewal_that_fails_is_soon_tried_at_another_hub():
     assert player.now == failed_at + 1.0
     player.hears(Renewed("lease 1", 15.0))
     assert player.hears(Paused()) == [Drain(lease()), Release(HUB_2, (lease(),))]
+
+
+def test_one_hub_at_a_time_is_asked_to_renew_a_lease():
+    player = at_stage(Stage.TRIAL)
+    player.hears(NothingOffered(100.0))
+    (renewal,) = [c for c in player.waits_for_renewal() if isinstance(c, RenewLeases)]
+    assert player.mind.next_at() == player.now + 12.0  # the end of the lease: it does not answer
+    player.now += 3 * LIMITS.renew_interval_s
+    assert not any(isinstance(c, RenewLeases) for c in player.hears(Tick()))
+    player.hears(RenewFailed("lease 1", renewal.hub))
+    assert any(isinstance(c, RenewLeases) for c in player.hears(Tick()))
+
+
+def test_a_hub_that_failed_to_renew_before_another_took_over_sends_the_lease_nowhere_else():
+    player = at_stage(Stage.SERVING)
+    player.waits_for_renewal()  # HUB is asked, and dies
+    player.hears(HubsKnown(()))
+    player.hears(HubsKnown((HUB_2,)))  # renews it from now on
+    player.hears(HubsKnown((HUB_2, CARL)))
+    player.hears(RenewFailed("lease 1", HUB))
+    (renewal,) = [c for c in player.waits_for_renewal() if isinstance(c, RenewLeases)]
+    assert renewal.hub == HUB_2
 
 
 def without_a_hub(player: Player, until: float) -> None:

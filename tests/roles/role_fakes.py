@@ -17,6 +17,7 @@ from kvasir_node.base.errors import KvasirError, Misbehaved
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.base.settings import MIB, Settings, load_settings
 from kvasir_node.decide.demand import Wanted
+from kvasir_node.decide.market import MEET_S
 from kvasir_node.decide.placement import HubsKnown, Stage
 from kvasir_node.model.checkpoint import open_checkpoint
 from kvasir_node.model.experts import load_from_checkpoint
@@ -320,7 +321,9 @@ class World:
 @asynccontextmanager
 async def open_world(folder: Path, **settings: object) -> AsyncIterator[World]:
     async with open_memory_network(seed=1) as network, trio.open_nursery() as nursery:
-        yield World(network, nursery, folder, **settings)
+        world = World(network, nursery, folder, **settings)
+        await trio.sleep(MEET_S)  # of the hub
+        yield world
         nursery.cancel_scope.cancel()
 
 

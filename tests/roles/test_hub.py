@@ -14,6 +14,7 @@ from role_fakes import EXPERT_BYTES, KEYS, SECRET, SLICES, WALL, World, hub_on, 
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, cid_of
 from kvasir_node.decide.demand import Wanted
+from kvasir_node.decide.market import MEET_S
 from kvasir_node.net.memory_gossip import MemoryGossip
 from kvasir_node.net.memory_net import open_memory_network
 from kvasir_node.net.rpc import CallStream, one_call
@@ -204,6 +205,7 @@ async def test_leases_survive_a_restart_of_the_hub_though_it_has_heard_of_no_dem
             assert isinstance(offer, Offer)
             assert (await renew(world, offer, PeerId(f"worker {number}"))).ttl_s > 0
         await world.coordinator.report(world.hub)
+        await trio.sleep(MEET_S)
         assert isinstance(await poll(world), NoOffer)  # all are taken, as before
         assert world.hub.snapshot().leases == len(SLICES)
 

@@ -1,6 +1,7 @@
 """Each scenario small: its bounds hold, and a seed gives the same run again. Full sizes, seeds 1 to 20: soak tests."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from kvasir_node.base.errors import UsageError
 from kvasir_node.sim.figures import coverage_least
 from kvasir_node.sim.run import simulate
-from kvasir_node.sim.scenarios import HOUR_S, NODES_MAX, SCENARIOS, scenario
+from kvasir_node.sim.scenarios import HOME, HOUR_S, NODES_MAX, RACK, SCENARIOS, Crowd, scenario
 from kvasir_node.sim.swarm import Swarm
+from kvasir_node.sim.tally import Tally
 
 SMALL = {
     "flash-crowd": (160, 0.4),
@@ -98,6 +100,26 @@ def test_a_model_that_no_machine_holds_is_held_by_all_of_them_together():
     check_bounds(found)
     assert found["unmet_at_peak"] <= 0.02
     assert found["predicted_tokens_per_s"] > 1.0
+
+
+def test_near_workers_spread_over_the_layers_and_far_ones_fill_them_because_coordinators_say_who_is_near():
+    """A third of the nodes that would hold one slice each: so each holds several, and which ones matters."""
+    crowd = (Crowd(0.5, HOME, (8, 8)), Crowd(0.5, RACK, (8, 8)))
+    few = replace(scenario("flash-crowd", 400, 0.3), nodes=24, crowd=crowd)
+
+    def lived(near_rtt_s: float | None) -> Tally:
+        swarm = Swarm(few, 1)
+        for coordinator in swarm.world.coordinators.values():
+            assert 0.003 < coordinator.near_rtt_s < 0.026  # a rack is nearer than that, a home further away
+            coordinator.near_rtt_s = coordinator.near_rtt_s if near_rtt_s is None else near_rtt_s
+        swarm.run(few.peaks[0][1])
+        assert swarm.tally.samples[-1].covered == swarm.tally.samples[-1].want > 100
+        return swarm.tally
+
+    told, unknown = lived(None), lived(math.inf)
+    assert told.near.layers_per_slice > 0.9 > 0.8 > told.far.layers_per_slice
+    assert unknown.near.layers_per_slice > 0.9  # everybody spreads where nobody is told to be far
+    assert unknown.far.slices == 0
 
 
 def test_a_run_is_repeated_exactly_and_another_seed_gives_another_one():

@@ -65,6 +65,7 @@ interface Held {
   attachPauseS: number
   lostAt: number | undefined
   isProven: boolean // by the coordinator's last word
+  isRenewing: boolean // a hub was asked and has not answered: two that renew one lease would count it twice
   unanswered: boolean // no hub has answered the latest renewal
 }
 
@@ -89,7 +90,7 @@ export class Placement {
     const times = this.mayPoll() ? [Math.max(this.pollAt, this.noPollBefore)] : []
     for (const held of this.held.values()) {
       if (held.stage === 'draining') continue
-      times.push(held.renewAt)
+      if (!held.isRenewing) times.push(held.renewAt)
       if (!held.isProven) times.push(held.expiresAt)
       if (held.attachAt !== undefined) times.push(held.attachAt)
     }
@@ -172,6 +173,7 @@ export class Placement {
       attachPauseS: 0,
       lostAt: undefined,
       isProven: false,
+      isRenewing: false,
       unanswered: false
     })
     return [{ kind: 'fetch', assignment }]
@@ -203,6 +205,7 @@ export class Placement {
         return []
       case 'coordinator lost': return this.onCoordinatorLost(held, now)
       case 'renewed':
+        held.isRenewing = false
         if (event.ttlS <= 0) return this.startDrain(held, false)
         held.expiresAt = now + event.ttlS
         held.unanswered = false
@@ -210,8 +213,9 @@ export class Placement {
         return []
       case 'renew failed':
         this.putLast(event.hub)
+        held.isRenewing = false
         held.unanswered = true
-        held.hub = this.hubs[0] ?? held.hub
+        if (event.hub === held.hub || !this.hubs.includes(held.hub)) held.hub = this.hubs[0] ?? held.hub
         held.renewAt = Math.min(held.renewAt, now + this.limits.renewIntervalS / 3)
         return []
       case 'drained':
@@ -331,10 +335,14 @@ export class Placement {
   }
 
   /** When one lease is due, all that its hub renews go along. */
-  private renew (active: readonly Held[], now: number): Command[] {
+  private renew (all: readonly Held[], now: number): Command[] {
+    const active = all.filter(held => !held.isRenewing)
     const due = new Set(active.filter(held => now >= held.renewAt).map(held => this.hubOf(held)))
     return this.byHub(active.filter(held => due.has(this.hubOf(held)))).map(([hub, group]) => {
-      for (const held of group) held.renewAt = now + this.limits.renewIntervalS
+      for (const held of group) {
+        held.renewAt = now + this.limits.renewIntervalS
+        held.isRenewing = true
+      }
       return { kind: 'renew', hub, leases: group.map(held => [held.assignment, held.stage === 'serving'] as const) }
     })
   }

@@ -18,6 +18,7 @@ from fuzz_peer_targets import PEER_TARGETS, peer_seeds
 from kvasir_node.base.errors import KvasirError
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
+from kvasir_node.decide.pairing import PairRefusal
 from kvasir_node.model import manifest as manifests
 from kvasir_node.model.manifest import LayerNode, Manifest
 from kvasir_node.model.maths import ExpertMaths
@@ -36,7 +37,9 @@ from kvasir_node.wire import messages
 from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
 from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
 from kvasir_node.wire.envelope import open_record
+from kvasir_node.wire.guest_pass import GuestPass, PairAsk, PairLink, read_pair_answer, refusal_bytes
 from kvasir_node.wire.lists import TableRow
+from kvasir_node.wire.swarm_keys import KEY_BYTES, NAME_BYTES
 from kvasir_node.wire.tensors import (
     Encoding,
     ExpertRequest,
@@ -141,6 +144,16 @@ def _ticket(data: bytes) -> None:
     read_ticket(data.decode("utf-8", "replace"))
 
 
+def _pair_link(data: bytes) -> None:
+    PairLink.from_text(data.decode("utf-8", "replace"))
+
+
+def _pair_answer(data: bytes) -> None:
+    answer = read_pair_answer(data)
+    again = answer.to_bytes() if isinstance(answer, GuestPass) else refusal_bytes(answer)
+    assert read_pair_answer(again) == answer
+
+
 def _record(data: bytes) -> None:
     open_record("demand", data, body_bytes_max=4096)
 
@@ -179,6 +192,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "renewals": _message(messages.Renewals.from_bytes),
     "verdicts": _message(messages.Verdicts.from_bytes),
     "hub news": _message(messages.HubNews.from_bytes),
+    "hub greeting": _message(messages.HubGreeting.from_bytes),
+    "pair link": _pair_link,
+    "pair ask": _message(PairAsk.from_bytes),
+    "pair answer": _pair_answer,
     "attachment": _message(messages.Attachment.from_bytes),
     "standing": _message(messages.Standing.from_bytes),
     "about": _message(messages.About.from_bytes),
@@ -233,6 +250,13 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "renewals": [messages.Renewals((lease, replace(lease, lease="1.2"))).to_bytes()],
         "hub news": [messages.HubNews(17, True, ((PeerId("carl"), _MODEL, _SLICE, 1),)).to_bytes()],
+        "hub greeting": [messages.HubGreeting(17).to_bytes()],
+        "pair link": [PairLink(bytes(16), PeerId("12D3KooW"), (f"{_ADDRESS}/ws",)).to_text().encode()],
+        "pair ask": [PairAsk(bytes(16), "a telephone").to_bytes()],
+        "pair answer": [
+            GuestPass(bytes(NAME_BYTES), *(bytes(KEY_BYTES),) * 3, (f"{_ADDRESS}/p2p/12D3KooW",)).to_bytes(),
+            refusal_bytes(PairRefusal.WRONG),
+        ],
         "verdicts": [messages.Verdicts((messages.LeaseVerdict(15.0, ""),)).to_bytes()],
         "attachment": [messages.Attachment(_MODEL, "bfloat16", (_SLICE,)).to_bytes()],
         "standing": [messages.Standing(_SLICE, "proven").to_bytes()],

@@ -22,6 +22,7 @@ from kvasir_node.wire.messages import (
     Attachment,
     DemandRecord,
     DemandTable,
+    HubGreeting,
     HubNews,
     LeaseVerdict,
     Offer,
@@ -168,6 +169,7 @@ round_trips = st.one_of(
     st.tuples(renewals, st.just(Renewals.from_bytes)),
     st.tuples(verdicts, st.just(Verdicts.from_bytes)),
     st.tuples(st.builds(HubNews, big, st.booleans(), lease_counts), st.just(HubNews.from_bytes)),
+    st.tuples(st.builds(HubGreeting, big), st.just(HubGreeting.from_bytes)),
     st.tuples(st.builds(About, names, names, st.just(("hub",)), addresses), st.just(About.from_bytes)),
 )
 

@@ -120,11 +120,12 @@ class _Life:
         async for number in signals:
             if self._stop.is_set() and number == signal.SIGINT:
                 self._end_at_once()
+            if self.ready:
+                logger.info("%s received", signal.Signals(number).name)
             self._obey(number)
             if not self.ready and self._stop.is_set():
                 self.exit_code = INTERRUPTED if number == signal.SIGINT else self.exit_code
                 return
-            logger.info("%s received", signal.Signals(number).name)
 
     def _obey(self, number: int) -> None:
         if number != signal.SIGHUP or self.screen is not None:  # the terminal of the screen is gone

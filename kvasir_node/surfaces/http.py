@@ -354,8 +354,9 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
 def _log_failure(error: Exception) -> None:
     if isinstance(error, KvasirError) and not isinstance(error, BugError):
         logger.warning("a request failed: %s", error)
-    else:
-        logger.error("a request failed", exc_info=error)
+    else:  # its kind and its place: what a library says of a text may quote it
+        told = error if isinstance(error, BugError) else BugError(f"{type(error).__name__}; its words are not logged")
+        logger.error("a request failed", exc_info=(type(told), told, error.__traceback__))
 
 
 class _Guard:

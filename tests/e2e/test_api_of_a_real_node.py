@@ -11,9 +11,14 @@ from local_swarm import PROMPTS, node
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("api")
-    with node(folder, "node", "--role", "coordinator", "--slots", "2", "--queue", "2") as process:
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def running(folder):
+    flags = ["--slots", "2", "--queue", "2", "--log-level", "debug"]
+    with node(folder, "node", "--role", "coordinator", *flags) as process:
         yield process
 
 
@@ -96,3 +101,18 @@ def test_a_stop_string_ends_the_answer_and_never_shows(url):
     answer = complete(url, max_tokens=40, stop=stop).json()["choices"][0]
     assert answer["text"] == whole[: whole.index(stop)]
     assert answer["finish_reason"] == "stop"
+
+
+CANARY = "Zanzibarbarossa"
+
+
+def test_no_text_of_a_prompt_or_an_answer_is_in_the_log_at_any_level(running, url, folder):
+    said = complete(url, prompt=f"{CANARY} is a truth", max_tokens=40).json()["choices"][0]["text"]
+    messages = [{"role": "system", "content": CANARY}, {"role": "user", "content": CANARY}]
+    chat = {"model": "demo", "messages": messages, "max_tokens": 4, "stream": True, "stop": [CANARY]}
+    assert "[DONE]" in httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60).text
+    for refused in ({"prompt": f"{CANARY} " * 5000}, {"user": CANARY, "temperature": CANARY}, {CANARY: 1}):
+        assert complete(url, **refused).status_code == 400
+    lines = (folder / "node.log").read_text()
+    assert CANARY not in lines
+    assert said.strip()[:20] not in lines

@@ -13,6 +13,7 @@ from kvasir_node.base.errors import BugError, CapacityError, DataError, UsageErr
 from kvasir_node.base.snapshot import STATUS_SCHEMA
 from kvasir_node.surfaces.address import check_key_policy
 from kvasir_node.surfaces.fake_node import FAKE_CARD, FAKE_PIECES, FakeNode, busy_snapshot, fake_snapshot
+from kvasir_node.surfaces.log import ConsoleFormatter, JsonFormatter
 
 TEXT = "".join(FAKE_PIECES)
 
@@ -285,3 +286,15 @@ async def test_text_beyond_ascii_arrives_whole():
         chunks = sse_documents((await served.chat(stream=True)).text)[:-1]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "".join(pieces)
     assert json.dumps(chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_library_says_of_a_prompt_is_not_logged_but_its_kind_and_place_are(caplog, stream):
+    failure = ValueError("cannot read 'my secret prompt'")
+    async with serve(fake(failure=failure, failure_at=1)) as served:
+        await served.chat("my secret prompt", stream=stream)
+    (record,) = [each for each in caplog.records if each.name.endswith("surfaces.http")]
+    for shown in (JsonFormatter().format(record), ConsoleFormatter().format(record)):
+        assert "secret" not in shown
+        assert "ValueError" in shown
+        assert "fake_node.py" in shown

@@ -1,4 +1,4 @@
-"""Every document that a command prints is in docs/json.md, with the fields that are always there; and none is missing."""
+"""Every document of a command is in docs/json.md, with the fields that are always there; and none is missing."""
 
 from __future__ import annotations
 

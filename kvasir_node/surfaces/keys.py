@@ -5,6 +5,9 @@ from __future__ import annotations
 import codecs
 
 ESCAPE = "esc"
+PASTE = "paste:"
+PASTED_MAX = 200  # characters
+_PASTE_BEGINS, _PASTE_ENDS = "\x1b[200~", "\x1b[201~"
 _NAMED = {
     "\t": "tab",
     "\r": "enter",
@@ -37,23 +40,38 @@ class KeyReader:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._waiting = ""
+        self._pasted: str | None = None  # what has come of a paste that is under way
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
     def feed(self, data: bytes) -> list[str]:
-        """Names of keys, or characters. Sequences of keys that have no name here are dropped."""
+        """Names of keys, or characters; PASTE and its text for what was pasted, whatever keys that would be.
+
+        Sequences of keys that have no name here are dropped.
+        """
         text = self._waiting + self._decoder.decode(data)
         keys: list[str] = []
         while text and (length := _length(text)):
             key, text = text[:length], text[length:]
-            if key in _NAMED:
-                keys.append(_NAMED[key])
-            elif key.isprintable():
-                keys.append(key)
+            keys += self._keys_of(key)
         self._waiting = text
         return keys
+
+    def _keys_of(self, key: str) -> list[str]:
+        if key == _PASTE_BEGINS:
+            self._pasted = ""
+        elif key == _PASTE_ENDS:
+            pasted, self._pasted = self._pasted, None
+            return [PASTE + pasted] if pasted else []
+        elif self._pasted is not None:
+            self._pasted = (self._pasted + key)[:PASTED_MAX] if key.isprintable() else self._pasted
+        elif key in _NAMED:
+            return [_NAMED[key]]
+        elif key.isprintable():
+            return [key]
+        return []
 
     def rest(self) -> list[str]:
         """No more bytes came for a while: what waits is the key Esc, or nothing."""

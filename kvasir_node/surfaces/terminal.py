@@ -23,7 +23,8 @@ from rich.style import Style
 
 from kvasir_node.surfaces.panes.lines import Line
 
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[0m\x1b[?25h\x1b[?1049l"
+# The other screen, no cursor, and marks around what is pasted: nobody means the keys that are in it.
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?2004h\x1b[2J", "\x1b[0m\x1b[?2004l\x1b[?25h\x1b[?1049l"
 GIVE_BACK_S = 1.0  # to a terminal that takes nothing
 _PROBE = "x"
 

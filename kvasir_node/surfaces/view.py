@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvasir_node.surfaces.keys import PASTE
 from kvasir_node.surfaces.panes.lines import ASCII, UNICODE, Signs
 
 FILTER_CHARACTERS_MAX = 40
@@ -113,8 +114,9 @@ def _typed(view: View, key: str) -> View:
         return replace(view, is_typing=False, filter="")
     if key == "backspace":
         return replace(view, filter=view.filter[:-1])
-    if len(key) == 1 and len(view.filter) < FILTER_CHARACTERS_MAX:
-        return replace(view, filter=view.filter + key, scroll=0)
+    text = key.removeprefix(PASTE)
+    if len(key) == 1 or text != key:
+        return replace(view, filter=(view.filter + text)[:FILTER_CHARACTERS_MAX], scroll=0)
     return view
 
 

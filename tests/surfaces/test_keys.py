@@ -17,6 +17,9 @@ from kvasir_node.surfaces.keys import KeyReader
         ("ü🧊".encode(), ["ü", "🧊"]),
         (b"\x1b[1;5Cx", ["x"]),  # Ctrl-right has no name here
         (b"\x1bxq", ["q"]),  # Alt-x
+        (b"\x1b[200~ask\r q\x1b[201~p", ["paste:ask q", "p"]),
+        (b"\x1b[201~p\x1b[200~\x1b[201~", ["p"]),
+        (b"\x1b[200~" + b"q" * 999 + b"\x1b[201~", ["paste:" + "q" * 200]),
         (b"\x00\x01q", ["q"]),
         (b"\xff\xfeq", ["q"]),
         (b"\x1b[" + b"1;" * 40 + b"q", None),  # no terminal sends this; it must end, that is all

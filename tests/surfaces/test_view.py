@@ -39,6 +39,8 @@ def pressed(*keys: str, view: View | None = None) -> View:
         (["t", "1"], {}),
         (["/", "a", "q", "enter"], {"filter": "aq", "focus": Pane.WORKERS}),
         (["/", "a", "b", "backspace"], {"filter": "a", "is_typing": True, "focus": Pane.WORKERS}),
+        (["/", "a", "paste:bq", "enter"], {"filter": "abq", "focus": Pane.WORKERS}),
+        (["paste:q"], {}),
         (["/", "a", "esc"], {"focus": Pane.WORKERS}),
         (["6", "/", "a", "enter", "esc"], {"focus": Pane.LOG}),
         (["x", "9", "0", "end"], {}),

@@ -153,6 +153,10 @@ class NetSnapshot:
     carried: int = 0  # connections of others that this hub carries now
     upnp: str = "off"  # off | unused (nobody needs it) | failed | mapped: whether the router lets connections in
     upnp_says: str = ""  # the outside address that was mapped, or why none is
+    reached: tuple[str, ...] = ()  # addresses at which hubs have reached this node from outside
+    hairpin: str = "unknown"  # yes | no | unknown: whether the router leads this node's own outside address back to it
+    clock_ahead_s: float | None = None  # this machine's clock before the hubs'; None = no hub has told
+    clock_doubt_s: float = 0.0  # how much of that may be the way there and back
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,16 @@ class ReachProbe:
             await stream.reset()
         raise Unreachable(f"{peer} did not say in {ANSWER_S:g} s where it sees us")
 
+    async def is_ourselves(self, host: str, port: int) -> bool:
+        """Whether a connection to this address comes back to our own listener."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._tokens = [*self._tokens[-TOKENS_MAX + 1 :], token]
+        try:
+            return await _answers(token, host, port)
+        finally:
+            if token in self._tokens:
+                self._tokens.remove(token)
+
     async def serve(self, stream: Stream) -> None:
         """Answers one question."""
         with trio.move_on_after(PROBE_S) as asking:

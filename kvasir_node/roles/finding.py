@@ -1,7 +1,8 @@
 """All ways in which a node finds its swarm, wired in one place: the ticket's addresses, remembered members, hubs that
 tables tell of, the local network, and a DHT.
 
-It does not know any of them from within, nor what a found hub is good for.
+Clocks are compared with the hubs that were found. It does not know any of them from within, nor what a found hub is
+good for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvasir_node.net.identity import KEY_FILE_NAME
 from kvasir_node.net.listen_address import is_loopback
 from kvasir_node.net.mdns import LanSearch
 from kvasir_node.net.transport import Transport
+from kvasir_node.roles.clocks import Clocks
 from kvasir_node.roles.hub_search import HubSearch
 from kvasir_node.roles.member_file import FILE_NAME as MEMBER_FILE_NAME
 from kvasir_node.roles.member_file import MemberFile
@@ -59,6 +61,7 @@ class Finding:
             transport.addresses,
             partial(self._search.heard, is_hint=True),
         )
+        self.clocks = Clocks(transport, membership, peers.hubs, is_hub=HUB in settings.node.roles)
         self._remembered = Remembered(transport, membership, peers, require_member, file, self._search.heard)
 
     def parts(self) -> list[Part]:
@@ -67,6 +70,7 @@ class Finding:
             ("joining", self.joiner.run),
             ("the search for hubs", self._search.run),
             ("the memory of members", self._remembered.run),
+            ("the comparison of clocks", self.clocks.run),
         ]
         network = self._settings.network
         if network.dht:

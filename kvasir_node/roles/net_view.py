@@ -7,6 +7,7 @@ from itertools import islice
 
 from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
 from kvasir_node.net.transport import Transport
+from kvasir_node.roles.clocks import Clocks
 from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.reaching import Reaching
 
@@ -16,10 +17,13 @@ MEMBERS_SHOWN_MAX = 512
 def member_snapshots(peers: Peers, transport: Transport) -> tuple[MemberSnapshot, ...]:
     known = islice(peers.about().items(), MEMBERS_SHOWN_MAX)
     paths = {each.peer: each.path for each in transport.connections()}
-    return tuple(MemberSnapshot(peer, about.name, about.roles, paths.get(peer, "")) for peer, about in known)
+    return tuple(
+        MemberSnapshot(peer, about.name, about.roles, paths.get(peer, ""), peers.is_guest(peer))
+        for peer, about in known
+    )
 
 
-def net_snapshot(transport: Transport, reaching: Reaching | None) -> NetSnapshot:
+def net_snapshot(transport: Transport, reaching: Reaching | None, clocks: Clocks) -> NetSnapshot:
     """`reaching` is None before the node is ready."""
     connections = transport.connections()
     relayed = sum(1 for each in connections if each.path == "relay")
@@ -29,6 +33,8 @@ def net_snapshot(transport: Transport, reaching: Reaching | None) -> NetSnapshot
         relayed=relayed,
         bytes_in=transport.bytes_in,
         bytes_out=transport.bytes_out,
+        clock_ahead_s=clocks.ahead_s,
+        clock_doubt_s=clocks.doubt_s,
     )
     if reaching is None:
         return counts
@@ -41,4 +47,6 @@ def net_snapshot(transport: Transport, reaching: Reaching | None) -> NetSnapshot
         carried=reaching.carried,
         upnp=upnp,
         upnp_says=upnp_says,
+        reached=reaching.reached,
+        hairpin=reaching.hairpin,
     )

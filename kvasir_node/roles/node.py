@@ -482,7 +482,7 @@ class Node:
             workers=coordinator.crew.snapshot() if coordinator is not None else (),
             hub=self.hub.snapshot() if self.hub is not None else None,
             worker=self.worker.snapshot() if self.worker is not None else None,
-            net=net_snapshot(self._transport, self._reaching),
+            net=net_snapshot(self._transport, self._reaching, self._finding.clocks),
             members=member_snapshots(self._peers, self._transport),
             revoked=() if self._revoking is None else self._revoking.revoked,
             draining=self._is_draining,

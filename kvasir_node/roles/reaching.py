@@ -28,6 +28,7 @@ from kvasir_node.decide.reach import (
     host_of,
     is_lan,
     is_loopback_ip,
+    port_of,
 )
 from kvasir_node.net import punch, reach_probe
 from kvasir_node.net.circuit import RELAY_PROTOCOL, Circuits
@@ -80,6 +81,8 @@ class Reaching:
         if self.relay is not None:
             transport.set_handler(RELAY_PROTOCOL, membership.guard(self.relay.serve))
         self._is_hub = is_hub
+        self.hairpin = "unknown"  # as NetSnapshot has it
+        self._hairpin_at = ""
         self._router = self._port_mapping(group) if settings.upnp == "auto" else None
 
     def _port_mapping(self, group: tuple[str, int]) -> PortMapping | None:
@@ -119,6 +122,11 @@ class Reaching:
     @property
     def carried(self) -> int:
         return self.relay.circuits if self.relay is not None else 0
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Where hubs have reached us."""
+        return self._mind.reached()
 
     @property
     def upnp(self) -> tuple[str, str]:
@@ -174,9 +182,20 @@ class Reaching:
             return
         self._mind.probed(hub, seen, trio.current_time())
         self._changed.set()
+        await self._test_hairpin()
         if self._mind.reachability is not before:
             self._moved()
             logger.info("others see this node as %s; NAT: %s", self._mind.reachability, self.nat)
+
+    async def _test_hairpin(self) -> None:
+        """Once for each outside address: hubs' dial-backs say that it leads to us, if we may try it from inside."""
+        own = {host_of(each) for each in self._transport.listening()}
+        outside = [each for each in self._mind.reached() if host_of(each) not in own and not is_lan(host_of(each))]
+        if not outside or outside[0] == self._hairpin_at:
+            return
+        self._hairpin_at = outside[0]
+        comes_back = await self._probe.is_ourselves(host_of(outside[0]), port_of(outside[0]))
+        self.hairpin = "yes" if comes_back else "no"
 
     async def _do_reserve(self, hub: PeerId) -> None:
         was_held = False

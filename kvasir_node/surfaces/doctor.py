@@ -1,136 +1,89 @@
 """`doctor`: what may be wrong with this machine and its node, in words, with what to do about each.
 
 It does not repair anything. What only a running node knows (how it is reached, whose clock differs) is read from its
-status; the rest is looked at here, so that it also helps when no node starts.
+status; the machine is looked at by surfaces/doctor_machine, so that it also helps when no node starts.
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
-import socket
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import psutil
-
-from kvasir_node import __version__
-from kvasir_node.base.settings import GIB, Settings, data_dir_of
-from kvasir_node.surfaces.words import clean, counted, size_text
+from kvasir_node.base.settings import Settings
+from kvasir_node.surfaces.doctor_machine import FAIL, OK, WARN, Check, examine_machine
+from kvasir_node.surfaces.words import clean, counted
 
 Document = Mapping[str, Any]
-OK, WARN, FAIL = "ok", "warn", "fail"
-DISK_LEAST_BYTES = GIB  # below it nothing can be fetched
-DISK_FEW_BYTES = 8 * GIB
-_FAULTS_OF_A_PORT = {errno.EADDRINUSE: "another program has it", errno.EACCES: "this user may not take it"}
+CLOCK_WRONG_S = 2.0  # worth a word: logs and times on screens are off
 _NO_NODE = "no node runs here, so this is not known"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at. `remedy` is empty when there is nothing to do."""
-
-    name: str
-    level: str
-    says: str
-    remedy: str = ""
 
 
 def examine(settings: Settings, status: Document | None, peers: Document | None) -> tuple[Check, ...]:
     """All checks; `status` and `peers` are those of the running node, None when none runs. Blocks for some seconds."""
-    is_running, data_dir = status is not None, data_dir_of(settings)
     return (
-        Check("version", OK, f"kvasir-node {__version__}, Python {sys.version.split()[0]}"),
-        _disk(data_dir, _free_bytes(data_dir)),
-        _memory(settings),
-        _kernels(),
-        *_ports(settings, is_running),
-        *(_without_node() if status is None else _of_node(status, peers or {})),
+        *examine_machine(settings, is_running=status is not None),
+        *(_without_node() if status is None else _of_node(settings, status, peers or {})),
     )
 
 
-def _free_bytes(data_dir: Path) -> int:
-    nearest = next(path for path in (data_dir, *data_dir.absolute().parents) if path.exists())
-    return shutil.disk_usage(nearest).free
-
-
-def _disk(data_dir: Path, free_bytes: int) -> Check:
-    says = f"{size_text(free_bytes)} free for {data_dir}"
-    if free_bytes < DISK_LEAST_BYTES:
-        return Check("disk", FAIL, says, "free some, or give the node another place with --data-dir")
-    if free_bytes < DISK_FEW_BYTES:
-        return Check("disk", WARN, says, "lower store.quota_bytes, or give the node another place with --data-dir")
-    return Check("disk", OK, says)
-
-
-def _memory(settings: Settings) -> Check:
-    free_bytes, wanted_bytes = psutil.virtual_memory().available, settings.worker.memory_bytes
-    says = f"{size_text(free_bytes)} free"
-    if "worker" in settings.node.roles and wanted_bytes > free_bytes:
-        text = f"{says}, and a worker may take {size_text(wanted_bytes)}"
-        return Check("memory", WARN, text, "lower worker.memory_bytes (--memory), or close other programs")
-    return Check("memory", OK, says)
-
-
-def _kernels() -> Check:
-    from kvasir_node.model.kernels.library import is_able
-
-    if is_able():
-        return Check("kernels", OK, "this processor runs the compiled kernels")
-    remedy = "nothing has to be done: torch computes instead, slower; processors since about 2015 run them"
-    return Check("kernels", WARN, "this processor does not run the compiled kernels", remedy)
-
-
-def _ports(settings: Settings, is_running: bool) -> Iterator[Check]:
-    if is_running:
-        yield Check("ports", OK, "the running node has them")
-        return
-    from kvasir_node.net.listen_address import parse_listen_address
-    from kvasir_node.surfaces.address import parse_address
-
-    for address in settings.network.listen:
-        yield _port(*parse_listen_address(address), remedy="choose another with --listen /ip4/0.0.0.0/tcp/PORT")
-    if settings.api.listen:
-        api = parse_address(settings.api.listen)
-        yield _port(api.host, api.port, remedy="choose another with --api HOST:PORT")
-
-
-def _port(host: str, port: int, *, remedy: str) -> Check:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            why = _FAULTS_OF_A_PORT.get(error.errno or 0, error.strerror or str(error))
-            return Check("port", FAIL, f"{host} port {port} cannot be listened on: {why}", remedy)
-    return Check("port", OK, f"{host} port {port} is free")
-
-
 def _without_node() -> Iterator[Check]:
-    for name in ("clock", "reachability", "hubs"):
+    for name in ("clock", "reachability", "upnp", "hairpin", "hubs"):
         yield Check(name, WARN, _NO_NODE, "start one with `kvasir-node up`, and ask again")
 
 
-def _of_node(status: Document, peers: Document) -> Iterator[Check]:
+def _of_node(settings: Settings, status: Document, peers: Document) -> Iterator[Check]:
     """The node's own warnings too, but for those that a check tells of."""
     warnings = [clean(str(each)) for each in status.get("warnings") or ()]
-    yield _clock([each for each in warnings if "clock skew" in each])
-    yield _reachability(status.get("net") or {})
+    net = status.get("net") or {}
+    yield _clock(net, settings.market.clock_skew_max_s, [each for each in warnings if "clock skew" in each])
+    yield _reachability(net)
+    yield _upnp(net)
+    yield _hairpin(net)
     yield _hubs(status, peers)
     for warning in warnings:
         if "clock skew" not in warning:
             yield Check("node", WARN, warning, "see `kvasir-node status`")
 
 
-def _clock(skews: list[str]) -> Check:
-    if not skews:
-        return Check("clock", OK, "no hub has a clock far from this one's")
+def _clock(net: Document, most_s: float, skews: list[str]) -> Check:
+    """Against the hubs' clocks, less the way there and back."""
     remedy = "set the clock: switch on time synchronisation (NTP) here, and at the hub if others see the same of it"
-    return Check("clock", FAIL, "; ".join(skews), remedy)
+    if skews:
+        return Check("clock", FAIL, "; ".join(skews), remedy)
+    ahead_s = net.get("clock_ahead_s")
+    if ahead_s is None:
+        return Check("clock", OK, "no hub's clock is known to be far from this one's")
+    doubt_s = float(net.get("clock_doubt_s", 0.0))
+    side = "ahead of" if ahead_s > 0 else "behind"
+    says = f"{abs(ahead_s):.2f} s {side} the hubs' (± {doubt_s:.2f} s)"
+    if abs(ahead_s) - doubt_s > most_s / 2:
+        return Check("clock", FAIL, f"{says}; beyond {most_s:.0f} s what this node says is refused", remedy)
+    if abs(ahead_s) - doubt_s > CLOCK_WRONG_S:
+        return Check("clock", WARN, says, remedy)
+    return Check("clock", OK, says)
+
+
+def _upnp(net: Document) -> Check:
+    state, says = str(net.get("upnp", "off")), clean(str(net.get("upnp_says") or ""), 200)
+    if state == "mapped":
+        return Check("upnp", OK, f"the router lets connections to {says} in")
+    if state == "failed":
+        remedy = "switch UPnP on in the router, or forward the port of network.listen (TCP) to this machine there"
+        return Check("upnp", WARN, f"no port of the router is open for this node: {says}", remedy)
+    return Check("upnp", OK, "not asked for (network.upnp)" if state == "off" else "not needed")
+
+
+def _hairpin(net: Document) -> Check:
+    """Whether machines of the same home can use the outside address that tickets hold."""
+    state = str(net.get("hairpin", "unknown"))
+    if state == "no":
+        says = "the router does not lead this node's own outside address back to it"
+        remedy = "others in the same home join by its local address or, on the same network, by the secret alone"
+        return Check("hairpin", WARN, says, remedy)
+    if state == "yes":
+        return Check("hairpin", OK, "this node's outside address works from inside, too")
+    return Check("hairpin", OK, "no outside address of a router is known to lead here")
 
 
 def _reachability(net: Document) -> Check:
@@ -139,7 +92,9 @@ def _reachability(net: Document) -> Check:
     relays = len(net.get("relays") or ())
     behind = {"none": "", "unknown": ""}.get(nat, f", behind a {clean(nat)} NAT")
     through = f"; {counted(relays, 'hub')} {'relays' if relays == 1 else 'relay'} for it" if relays else ""
-    says = f"reachability {clean(reach)}{behind}{through}"
+    reached = [clean(str(each), 80) for each in net.get("reached") or ()]
+    at = f"; hubs reached it at {reached[0]}" if reached else ""
+    says = f"reachability {clean(reach)}{behind}{at}{through}"
     forward = (
         "forward the port of network.listen (TCP) to this machine in the router, if others should reach it directly"
     )

@@ -78,6 +78,7 @@ def test_a_port_that_the_router_lets_in_is_found_to_work_and_told_to_others(tmp_
             ann.wait_until(lambda: ann.reaching.reachability is Reachability.PRIVATE)
             ann.wait_until(lambda: ann.reaching.reachability is Reachability.PUBLIC, 20)
             assert ann.reaching.upnp == ("mapped", "11.22.33.21 port 4001")
+            ann.wait_until(lambda: ann.reaching.hairpin == "no")  # what the daemon maps is for what comes from outside
             assert ann.addresses()[0].startswith("/ip4/203.0.113.21/tcp/4001/p2p/")
             ann.wait_until(lambda: ann.reaching.relays == ())
             peer = bob.connect(ann.addresses())

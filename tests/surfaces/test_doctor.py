@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvasir_node.base.ids import cid_of
 from kvasir_node.base.settings import GIB, load_settings
-from kvasir_node.surfaces import doctor
-from kvasir_node.surfaces.doctor import FAIL, OK, WARN, Check, doctor_text, examine
+from kvasir_node.roles.library import open_library
+from kvasir_node.surfaces.doctor import doctor_text, examine
+from kvasir_node.surfaces.doctor_machine import FAIL, OK, WARN, Check, disk_check
 
 STATUS: dict[str, Any] = {
     "warnings": [],
@@ -31,7 +33,8 @@ def checks_of(settings, status=STATUS, peers=PEERS) -> dict[str, Check]:
 
 def test_a_healthy_node_has_nothing_to_do(settings):
     found = checks_of(settings)
-    assert {found[name].level for name in ("version", "ports", "clock", "reachability", "hubs")} == {OK}
+    names = ("version", "ports", "blocks", "torch", "clock", "reachability", "upnp", "hairpin", "hubs")
+    assert {found[name].level for name in names} == {OK}
     assert found["hubs"].says == "1 hub connected"
     assert all(bool(check.remedy) is (check.level != OK) for check in found.values())
 
@@ -64,9 +67,70 @@ def test_clocks_hubs_and_other_warnings_are_told(settings):
     assert checks_of(settings, {**STATUS, "hub": {}}, {})["hubs"].says == "this node is a hub"
 
 
+@pytest.mark.parametrize(
+    ("ahead_s", "doubt_s", "level", "says"),
+    [
+        (0.2, 0.01, OK, "0.20 s ahead of the hubs' (± 0.01 s)"),
+        (-3.0, 0.05, WARN, "3.00 s behind the hubs'"),
+        (3.0, 1.5, OK, "± 1.50 s"),
+        (400.0, 0.05, FAIL, "beyond 600 s what this node says is refused"),
+        (None, 0.0, OK, "no hub's clock"),
+    ],
+)
+def test_a_clock_is_compared_with_the_hubs(settings, ahead_s, doubt_s, level, says):
+    net = {**STATUS["net"], "clock_ahead_s": ahead_s, "clock_doubt_s": doubt_s}
+    found = checks_of(settings, {**STATUS, "net": net})["clock"]
+    assert (found.level, says in found.says) == (level, True)
+    assert ("NTP" in found.remedy) is (level != OK)
+
+
+@pytest.mark.parametrize(
+    ("name", "net", "level", "says"),
+    [
+        ("upnp", {"upnp": "mapped", "upnp_says": "198.51.100.7 port 9481"}, OK, "198.51.100.7 port 9481"),
+        ("upnp", {"upnp": "failed", "upnp_says": "no router \x1b[2J offers"}, WARN, "no router"),
+        ("upnp", {"upnp": "unused"}, OK, "not needed"),
+        ("upnp", {"upnp": "off"}, OK, "network.upnp"),
+        ("hairpin", {"hairpin": "yes"}, OK, "works from inside"),
+        ("hairpin", {"hairpin": "no"}, WARN, "does not lead"),
+        ("hairpin", {}, OK, "no outside address"),
+        ("reachability", {"reachability": "public", "reached": ["/ip4/198.51.100.7/tcp/9481"]}, OK, "/tcp/9481"),
+    ],
+)
+def test_what_the_router_does_is_told(settings, name, net, level, says):
+    found = checks_of(settings, {**STATUS, "net": net})[name]
+    assert (found.level, says in found.says) == (level, True)
+    assert bool(found.remedy) is (level != OK)
+    assert "\x1b" not in found.says
+
+
+def test_a_device_that_is_not_there_and_too_many_threads_are_told(tmp_path):
+    import torch
+
+    def torch_check(**flags: str) -> Check:
+        given = {"node.data_dir": str(tmp_path), **{f"node.{key}": value for key, value in flags.items()}}
+        return checks_of(load_settings(flags=given))["torch"]
+
+    assert torch_check().level == OK
+    assert torch_check(threads="1024").level == WARN
+    if not torch.cuda.is_available():
+        assert torch_check(device="cuda:0").level == FAIL
+
+
+def test_a_damaged_block_is_found(settings, tmp_path):
+    store, _ = open_library(settings)
+    cid = cid_of(b"right")
+    store.put(cid, b"right")
+    assert checks_of(settings)["blocks"].says == "1 block looked at, all as their addresses promise"
+    (file,) = (each for each in (tmp_path / "data").rglob(str(cid)))
+    file.write_bytes(b"wrong")
+    found = checks_of(settings)["blocks"]
+    assert (found.level, "kvasir-node verify" in found.remedy) == (FAIL, True)
+
+
 @pytest.mark.parametrize(("free", "level"), [(GIB // 2, FAIL), (2 * GIB, WARN), (100 * GIB, OK)])
 def test_a_full_disk_is_told(tmp_path, free, level):
-    assert doctor._disk(tmp_path, free).level == level
+    assert disk_check(tmp_path, free).level == level
 
 
 def test_a_port_in_use_is_told_when_no_node_runs(tmp_path):
@@ -95,4 +159,11 @@ def test_the_verb_exits_4_when_something_fails_and_prints_json(run, tmp_path):
     document = json.loads(out)
     assert code == 4
     assert document["schema"] == "kvasir.doctor/1"
-    assert {check["name"] for check in document["checks"]} >= {"disk", "memory", "kernels", "port", "clock", "hubs"}
+    checks = document["checks"]
+    assert [check["name"] for check in checks] == [
+        *("version", "disk", "memory", "torch", "kernels", "port", "port", "blocks"),
+        *("clock", "reachability", "upnp", "hairpin", "hubs"),
+    ]
+    assert all(check.keys() == {"name", "level", "says", "remedy"} for check in checks)
+    assert {check["level"] for check in checks} <= {OK, WARN, FAIL}
+    assert all(check["remedy"] for check in checks if check["level"] != OK)

@@ -22,7 +22,7 @@ from kvasir_node.surfaces.bench import fetch_document, model_document, net_docum
 from kvasir_node.surfaces.bench_fanout import fanout_document
 from kvasir_node.surfaces.fake_node import fake_snapshot
 from kvasir_node.surfaces.talk import Conversation
-from kvasir_node.surfaces.views import health_document
+from kvasir_node.surfaces.views import health_document, revoked_document
 
 ROOT = Path(kvasir_node.__file__).parent
 LISTED = re.compile(r"^\| (.+?) \| `(kvasir\.[a-z._]+/\d)` \| (.+) \|$", re.MULTILINE)
@@ -79,6 +79,7 @@ def made() -> dict[str, dict[str, Any]]:
         "bench fanout": fanout_document(FANOUT_FIGURES, "x.png"),
         "bench fetch": fetch_document(FetchFigures({"http": 1.0}, {"http": [1.0]}, 64)),
         "health": health_document(fake_snapshot()),
+        "revoke": revoked_document(fake_snapshot(), changed=True),
         "chat": Conversation(None).document(),  # type: ignore[arg-type]
     }
 

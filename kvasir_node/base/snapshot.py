@@ -109,6 +109,7 @@ class MemberSnapshot:
     name: str
     roles: tuple[str, ...]
     path: str = ""  # direct | relay
+    is_guest: bool = False  # it is here by a code for a phone
 
 
 @dataclass(frozen=True, slots=True)

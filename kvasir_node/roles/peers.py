@@ -107,6 +107,9 @@ class Peers:
         about = self.about_of(peer)
         return about is not None and role in about.roles
 
+    def is_guest(self, peer: PeerId) -> bool:
+        return self._membership.is_guest(peer)
+
     def about_of(self, peer: PeerId) -> About | None:
         """What a member says of itself, without roles that its ticket does not let it take; None = nothing readable."""
         return self._about.get(peer) or (self._read(peer) if self._membership.is_member(peer) else None)

@@ -128,14 +128,17 @@ def _request_lines(requests: Sequence[Document]) -> Iterator[str]:
 def peers_text(peers: Document) -> str:
     net = peers["net"]
     lines = [f"{counted(net['peers'], 'peer')}: {net['direct']} direct, {net['relayed']} relayed"]
+    members = peers.get("members") or ()
+    guests = {member["peer_id"] for member in members if member.get("is_guest")}
     for worker in peers["workers"]:
         rtt = "-" if worker["rtt_ms"] is None else f"{worker['rtt_ms']:.1f} ms"
         row = f"{clean(worker['name'], 20):<20} {short_id(worker['peer_id'])}  {worker['state']:<8} {worker['path']:<6}"
-        lines.append(f"{row} {rtt:>9}  rows {count_text(worker['rows'])}  failures {worker['failures']}")
+        guest = "  guest" if worker["peer_id"] in guests else ""
+        lines.append(f"{row} {rtt:>9}  rows {count_text(worker['rows'])}  failures {worker['failures']}{guest}")
     shown = {worker["peer_id"] for worker in peers["workers"]}
-    for member in peers.get("members") or ():
+    for member in members:
         if member["peer_id"] not in shown:
-            roles = clean(",".join(member["roles"]), 40)
+            roles = clean(",".join(member["roles"]), 40) + ("  guest" if member["peer_id"] in guests else "")
             lines.append(f"{clean(member['name'], 20):<20} {short_id(member['peer_id'])}  {roles}")
     lines += [f"shut out of the swarm: {clean(peer, 64)}" for peer in peers.get("revoked") or ()]
     return "\n".join(lines)

@@ -48,6 +48,8 @@ async def serve_twice(hub: Node, main: Node, folder: Path) -> set[str]:
         await until_it_serves(main, page)
         assert page.tally.bytes_fetched > 0
         await assert_a_thief_gets_nothing(hub, link, thief_folder)
+        members = {each.peer_id: each for each in hub.snapshot().members}
+        assert (members[page.peer_id].is_guest, members[page.peer_id].roles) == (True, ("worker",))
         peer, found, paths = page.peer_id, page.found, {each.path for each in page.transport.connections()}
         assert all(each.address.endswith("/ws") for each in page.transport.connections() if each.path == "direct")
     assert found is not None

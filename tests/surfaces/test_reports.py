@@ -22,6 +22,16 @@ def test_members_are_listed_with_their_roles_and_a_worker_only_once():
     assert lines[-1].startswith("a ?[2Jhub ")
 
 
+def test_guests_are_called_so_whether_they_work_or_not():
+    worker = busy_snapshot().workers[0]
+    members = (
+        MemberSnapshot(worker.peer_id, "a phone", ("worker",), is_guest=True),
+        MemberSnapshot("12D3KooWtablet", "a tablet", ("worker",), is_guest=True),
+    )
+    lines = peers_text(peers_document(fake_snapshot(workers=(worker,), members=members))).splitlines()
+    assert [line.endswith("  guest") for line in lines] == [False, True, True]
+
+
 def test_a_document_without_members_is_one_of_an_older_node():
     document = peers_document(fake_snapshot(net=NetSnapshot(1, 1, 0)))
     del document["members"]

@@ -70,6 +70,7 @@ from kvasir_node.roles.pulling import Puller, model_to_pull
 from kvasir_node.roles.reaching import Reaching
 from kvasir_node.roles.revoking import FILE_NAME as REVOKED_FILE_NAME
 from kvasir_node.roles.revoking import Revocations, RevocationTeller
+from kvasir_node.roles.slice_notes import FILE_NAME as SLICES_FILE_NAME
 from kvasir_node.roles.slowdown import Pace, stretched
 from kvasir_node.roles.swarm_key import Renewal, SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
@@ -275,6 +276,7 @@ class Node:
             require_member=self._require_coordinator,
             compute=compute if self._pace is None else stretched(compute, self._pace),
             tell=self.events.add,
+            notes_path=data_dir_of(self._settings) / SLICES_FILE_NAME,
         )
         self._keeper = Keeper(self._settings.worker, self.worker)
 

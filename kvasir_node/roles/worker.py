@@ -13,12 +13,13 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import trio
 
 from kvasir_node.base.errors import KvasirError, Misbehaved, PeerError, RejectReason
 from kvasir_node.base.events import LendingChanged, Tell, tell_nobody
-from kvasir_node.base.ids import ExpertId, ModelId, PeerId, SliceId
+from kvasir_node.base.ids import ExpertId, ModelId, PeerId
 from kvasir_node.base.settings import Settings
 from kvasir_node.base.snapshot import WorkerSnapshot
 from kvasir_node.decide import placement
@@ -31,8 +32,8 @@ from kvasir_node.roles.download import RunBlocking
 from kvasir_node.roles.holdings import Holdings
 from kvasir_node.roles.link import Compute, Link, compute_here
 from kvasir_node.roles.loading import pick_device, thread_count
+from kvasir_node.roles.slice_notes import SliceNotes
 from kvasir_node.wire.blobs import BlobRef
-from kvasir_node.wire.lists import SLICES_MAX
 from kvasir_node.wire.messages import (
     RENEWALS_MAX,
     MarketMethod,
@@ -98,8 +99,9 @@ class Worker:
         tell: Tell = tell_nobody,
         run_blocking: RunBlocking | None = None,
         seed: int | None = None,
+        notes_path: Path | None = None,
     ) -> None:
-        """Raises UsageError for a device that is not there."""
+        """`notes_path` = the file of which slices were fetched. Raises UsageError for a device that is not there."""
         self._settings = settings
         self._transport = transport
         self._fetcher = fetcher
@@ -123,7 +125,8 @@ class Worker:
         self._under_way = 0  # commands that are being carried out
         self._steps: dict[str, _Step] = {}
         self._fetched: dict[str, tuple[Manifest, Mapping[ExpertId, BlobRef]]] = {}  # and not loaded yet
-        self._on_disk: dict[tuple[ModelId, SliceId], None] = {}  # slices that were fetched since the start
+        self._on_disk = SliceNotes(notes_path, fetcher.store)
+        self._noting = trio.Lock()  # one thread at a time writes them
         self._progress: dict[str, int] = {}
         self._links: dict[_LinkKey, Link] = {}
         self._linking: dict[_LinkKey, trio.Event] = {}
@@ -145,6 +148,7 @@ class Worker:
         """Asks, fetches, serves and leaves, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            await self._fetcher.run_blocking(self._on_disk.read)
             while True:
                 self._woken = trio.Event()
                 next_at = self._mind.next_at()
@@ -285,7 +289,7 @@ class Worker:
     async def _poll(self, hub: PeerId) -> _Events:
         poll = Poll(
             self.room(),
-            have=tuple(self._on_disk),
+            have=self._on_disk.pairs(),
             busy=placement.offered(self._mind.stages().values()),
             round_trips=self._round_trips(),
         )
@@ -351,15 +355,9 @@ class Worker:
             progress=lambda *_: self._advance(assignment.lease),
             owner=assignment.lease,
         )
-        self._note_on_disk(assignment)
-
-    def _note_on_disk(self, assignment: Assignment) -> None:
-        """The store keeps what it has room for, so a note may be out of date; then the slice is fetched once more."""
-        pair = (assignment.model, assignment.slice)
-        self._on_disk.pop(pair, None)
-        self._on_disk[pair] = None  # newest last
-        if len(self._on_disk) > SLICES_MAX:
-            del self._on_disk[next(iter(self._on_disk))]
+        if self._on_disk.add(assignment.model, assignment.slice):
+            async with self._noting:
+                await self._fetcher.run_blocking(self._on_disk.write)
 
     async def _reach(self, assignment: Assignment) -> None:
         """Connected to the coordinator, and both sides have proved that they are of one swarm."""

@@ -241,11 +241,11 @@ def tables_of(secret: bytes = SECRET, met: Sequence[PeerId] = (), interval_min_s
 
 
 class WorkerPeer:
-    """A real worker, with its transport, its store and its nursery."""
+    """A real worker, with its transport and its store; `disk` = whose folders it has, if not its own."""
 
-    def __init__(self, world: World, name: str, compute: Compute, **settings: object) -> None:
+    def __init__(self, world: World, name: str, compute: Compute, disk: str = "", **settings: object) -> None:
         self.transport = world.network.transport(name)
-        self.store = BlockStore(world.folder / name)
+        self.store = BlockStore(world.folder / (disk or name))
         config = settings_with(**settings)
         fetcher = Fetcher(open_block_calls(self.transport), self.store, config.store, FetchTally(), run_inline)
         self.worker = Worker(
@@ -257,6 +257,7 @@ class WorkerPeer:
             compute=compute,
             run_blocking=run_inline,
             seed=1,
+            notes_path=world.folder / f"{disk or name}.slices",
         )
 
     @property

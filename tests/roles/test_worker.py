@@ -9,7 +9,9 @@ from role_fakes import EXPERT_BYTES, SLICES, hub_on, open_world, request_for, wi
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unreachable
 from kvasir_node.decide.placement import DemandSeen, HubsKnown, Stage
 from kvasir_node.roles.faults import CorruptingStore, SilentCompute
+from kvasir_node.roles.slice_notes import SliceNotes
 from kvasir_node.roles.worker import FINISH_CALLS_S, PROBLEM_SHOWN_S
+from kvasir_node.store.blocks import BlockStore
 from kvasir_node.wire.messages import (
     BLOCKS_PROTOCOL,
     EXPERTS_PROTOCOL,
@@ -84,6 +86,31 @@ async def test_a_poll_tells_what_is_on_the_disk_and_how_far_coordinators_are(aut
         assert polls[-1].have == tuple((carl.model, part) for part in SLICES[:2])
         away_s = dict(polls[-1].round_trips)[carl.transport.peer_id]
         assert away_s == pytest.approx(0.252)  # the link's two milliseconds, and what stands for a distance
+
+
+async def test_a_node_that_was_restarted_is_offered_what_it_has_on_its_disk(autojump_clock, tmp_path):
+    async with open_world(tmp_path, worker__slices_max=1) as world:
+        carl = world.coordinator
+        carl.wants = with_slices(SLICES[2:3])
+        world.nursery.start_soon(world.keep_reporting)
+        ann = await world.add_worker()
+        await serving(world, ann, 1)
+        await ann.worker.drain()
+        carl.wants = with_slices()
+        await carl.report(world.hub)
+        (tmp_path / "bob.slices").write_bytes(b"damaged")
+        again = await world.add_worker("ann again", disk="ann")
+        await serving(world, again, 1)
+        bob = await world.add_worker("bob")
+        await serving(world, bob, 1)
+        assert bob.worker._fetcher.tally.bytes_fetched > 0
+        ((offered, _),) = again.worker._mind.stages().values()
+        assert offered.slice == SLICES[2]
+        fetched = again.worker._fetcher.tally
+        assert fetched.bytes_fetched == 0 < fetched.bytes_reused
+        elsewhere = SliceNotes(tmp_path / "ann.slices", BlockStore(tmp_path / "a new disk"))
+        elsewhere.read()
+        assert elsewhere.pairs() == ()  # of a model that the store does not know nothing is there
 
 
 @pytest.mark.parametrize("heard", [None, 0, 7])

@@ -46,7 +46,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.
 @bench_app.command("net")
 def bench_net(
     context: typer.Context,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="About how long to measure.")] = NET_SECONDS,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, max=3600, help="About how long to measure.")
+    ] = NET_SECONDS,
     as_json: JsonFlag = False,
 ) -> None:
     """The network between two processes of this machine: round trips, bulk and calls."""
@@ -65,8 +67,8 @@ def bench_net(
 @bench_app.command("fetch")
 def bench_fetch(
     context: typer.Context,
-    megabytes: Annotated[int, typer.Option(min=1, max=4096, help="Size of what is fetched, in MiB.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="Each way is measured this often.")] = 3,
+    megabytes: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Size of what is fetched, in MiB.")] = 64,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Each way is measured this often.")] = 3,
     as_json: JsonFlag = False,
 ) -> None:
     """A fetch by content from one and from two processes, beside a plain HTTP download of the same bytes."""
@@ -93,10 +95,11 @@ def bench_model(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where --make puts it.")] = None,
     streams: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = MODEL_STREAMS,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="node.threads by default.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="node.threads by default.")] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32 or bfloat16.")] = "auto",
     seconds: Annotated[
-        float, typer.Option(min=0, max=86_400, help="About how long to measure, once all is loaded and warm.")
+        float,
+        typer.Option(metavar="S", min=0, max=86_400, help="About how long to measure, once all is loaded and warm."),
     ] = MODEL_SECONDS,
     as_json: JsonFlag = False,
 ) -> None:
@@ -134,7 +137,10 @@ def bench_fanout(
     seconds: Annotated[
         float,
         typer.Option(
-            min=1, max=86_400, help="About how long to measure, once nodes have started; less = fewer points."
+            metavar="S",
+            min=1,
+            max=86_400,
+            help="About how long to measure, once nodes have started; less = fewer points.",
         ),
     ] = FANOUT_SECONDS,
     concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = FANOUT_CONCURRENCY,
@@ -285,16 +291,16 @@ def model_table(figures: ModelFigures) -> str:
     lines = [
         f"{figures.model}, {figures.dtype}, {figures.threads} thread(s), memory read at {figures.read_gb_s:.1f} GB/s",
         f"prompts of {figures.prompt_tokens} tokens, {figures.decode_steps} steps, {turns}",
-        f"{'decode, tokens/s':<18}{'kvasir':>22}{'transformers':>24}{'ratio':>9}{'of the roof':>13}",
+        f"{'decode, tokens/s':<16}{'kvasir':>22}{'transformers':>22}{'ratio':>7}{'of the roof':>13}",
     ]
     for count, each in figures.streams.items():
         ours, theirs = (_with_range(each.decode_rounds(side)) for side in each.bursts)
         share = each.decode_tokens_s("kvasir") / figures.roof_tokens_s(count)
-        lines.append(f"  {_requests(count):<16}{ours:>22}{theirs:>24}{_ratio(each, 'decode'):>9}{share:>12.0%}")
+        lines.append(f"  {_requests(count):<14}{ours:>22}{theirs:>22}{_ratio(each, 'decode'):>7}{share:>13.0%}")
     lines.append("prefill, tokens/s")
     for count, each in figures.streams.items():
         ours, theirs = (_with_range(each.prefill_rounds(side)) for side in each.bursts)
-        lines.append(f"  {_requests(count):<16}{ours:>22}{theirs:>24}{_ratio(each, 'prefill'):>9}")
+        lines.append(f"  {_requests(count):<14}{ours:>22}{theirs:>22}{_ratio(each, 'prefill'):>7}")
     lines.append(f"{'a step of ours, ms':<18}{'trunk':>10}{'experts':>10}{'rest':>10}   experts read in a layer")
     for count, each in figures.streams.items():
         spent = each.profile
@@ -308,7 +314,8 @@ def _requests(count: int) -> str:
 
 
 def _with_range(rates: list[float]) -> str:
-    return f"{median(rates):.1f} ({min(rates):.1f}–{max(rates):.1f})"
+    digits = 1 if max(rates) < 1000 else 0  # 22 cells hold three numbers, and nobody needs tenths of thousands
+    return f"{median(rates):.{digits}f} ({min(rates):.{digits}f}–{max(rates):.{digits}f})"
 
 
 def _ratio(figures: StreamFigures, kind: str) -> str:

@@ -72,24 +72,24 @@ def _emulated_document(point: EmulatedPoint) -> dict[str, Any]:
 def fanout_table(figures: FanoutFigures) -> str:
     """Lines for a person; gains are over the coordinator alone in the same run."""
     lines = [f"{figures.model}, decoding, tokens/s of all requests together"]
-    lines.append("one real worker on the other core; bound: trunk and both halves of the experts, no network")
+    lines.append("one real worker; bound: trunk and both halves of the experts, no network")
     lines.append(
-        f"{'requests':>10}{'alone':>10}{'worker':>10}{'gain':>8}{'bound':>8}{'of it':>7}{'2 threads':>11}{'gain':>8}"
+        f"{'requests':>9}{'alone':>8}{'worker':>8}{'gain':>7}{'bound':>7}{'of it':>7}{'2 threads':>11}{'gain':>7}"
         f"{'bytes/token':>13}"
     )
     for count, point in figures.real.items():
         gain, bound = point.ratio("worker"), point.parts.bound_real
         moved = median(burst.bytes_per_token for burst in point.bursts["worker"])
         lines.append(
-            f"{count:>10}{point.tokens_per_s('alone'):>10.1f}{point.tokens_per_s('worker'):>10.1f}{_times(gain):>8}"
-            f"{_times(bound):>8}{gain / bound:>7.0%}{point.tokens_per_s('two_threads'):>11.1f}"
-            f"{_times(point.ratio('two_threads')):>8}{moved:>13.0f}"
+            f"{count:>9}{point.tokens_per_s('alone'):>8.1f}{point.tokens_per_s('worker'):>8.1f}{_times(gain):>7}"
+            f"{_times(bound):>7}{gain / bound:>7.0%}{point.tokens_per_s('two_threads'):>11.1f}"
+            f"{_times(point.ratio('two_threads')):>7}{moved:>13.0f}"
         )
     if figures.emulated:
         lines.append("emulated devices; bound: equal devices and a free network (Amdahl)")
         lines.append(
-            f"{'workers':>10}{'RTT ms':>8}{'requests':>10}{'alone':>10}{'tokens/s':>10}{'gain':>8}{'bound':>8}"
-            f"{'of it':>7}{'token ms':>10}{'idle ms':>9}"
+            f"{'workers':>8}{'RTT ms':>7}{'requests':>9}{'alone':>8}{'tokens/s':>9}{'gain':>7}{'bound':>7}"
+            f"{'of it':>7}{'token ms':>9}{'idle ms':>8}"
         )
     lines += map(_emulated_line, figures.emulated)
     lines.append(f"all answers the same: {'yes' if figures.same_tokens else 'NO'}")
@@ -98,9 +98,9 @@ def fanout_table(figures: FanoutFigures) -> str:
 
 def _emulated_line(point: EmulatedPoint) -> str:
     return (
-        f"{point.workers:>10}{point.rtt_ms:>8g}{point.concurrency:>10}{point.alone:>10.2f}{point.tokens_per_s:>10.2f}"
-        f"{_times(point.gain):>8}{_times(point.bound):>8}{point.fraction:>7.0%}{point.latency_ms:>10.1f}"
-        f"{point.latency_idle_ms:>9.1f}"
+        f"{point.workers:>8}{point.rtt_ms:>7g}{point.concurrency:>9}{point.alone:>8.2f}{point.tokens_per_s:>9.2f}"
+        f"{_times(point.gain):>7}{_times(point.bound):>7}{point.fraction:>7.0%}{point.latency_ms:>9.1f}"
+        f"{point.latency_idle_ms:>8.1f}"
     )
 
 

@@ -51,6 +51,9 @@ def run(
     is_chat = prompt is None and sys.stdin.isatty()
     if is_chat and as_json:
         raise UsageError("--json prints one answer; give a PROMPT, or one on stdin")
+    text = "" if is_chat else sys.stdin.read() if prompt is None else prompt
+    if not is_chat and not text.strip():
+        raise UsageError("the prompt is empty; give a PROMPT, or one on stdin")
     given = {"max_tokens": max_tokens or None, "temperature": temperature, "seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
     settings = context.obj.settings()
@@ -61,7 +64,6 @@ def run(
 
             chat(talk, data_dir_of(settings))
             return
-        text = sys.stdin.read() if prompt is None else prompt
         if as_json:
             print_json(talk.ask(text).document())
         else:

@@ -25,9 +25,13 @@ def sim(
     scenario: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which; `--scenario list` names them all.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Workers; each scenario has a usual number.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0, help="Virtual time that is simulated.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Everything that happens by chance follows from it.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Workers; each scenario has a usual number.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(metavar="H", min=0, help="Virtual time that is simulated.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Everything that happens by chance follows from it.")
+    ] = None,
     replay: Annotated[int | None, typer.Option(metavar="SEED", help="Repeats the run of that seed exactly.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

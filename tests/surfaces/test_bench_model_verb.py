@@ -52,7 +52,7 @@ def test_the_document_has_medians_rounds_and_the_roof():
 def test_the_table_shows_ranges_and_ratios():
     _, _, _, decode, _, prefill, _, spent = (line.split() for line in model_table(FIGURES).splitlines())
     assert decode == ["4", "requests", "110.0", "(100.0–120.0)", "55.0", "(50.0–60.0)", "×2.00", "22%"]
-    assert prefill == ["4", "requests", "1000.0", "(900.0–1100.0)", "500.0", "(500.0–600.0)", "×2.00"]
+    assert prefill == ["4", "requests", "1000", "(900–1100)", "500.0", "(500.0–600.0)", "×2.00"]
     assert spent == ["4", "requests", "2.00", "3.00", "0.10", "5.5"]
 
 

@@ -4,6 +4,7 @@ It does not know who is dialled. A hub announces its peer id, its port and the s
 opens nothing: who is in the swarm is proved when connected. What is heard is only a hint, as anyone on the network can
 say anything: only addresses on a network that this machine is on are told, and of so many peers at most.
 
+IPv6 serves where the machine has no IPv4 in a local network; link-local addresses are no use to a multiaddr.
 The interfaces are named to the library one by one, as the system's own choice is often a virtual one, and are looked at
 again and again, as a laptop changes networks. The library (zeroconf) lives in threads of its own.
 """
@@ -43,19 +44,29 @@ class LanInterface:
     """An address of this machine on a network that it shares with others."""
 
     address: str
-    network: ipaddress.IPv4Network
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def lan_interfaces() -> tuple[LanInterface, ...]:
-    """The IPv4 interfaces that are up, without loopback. Blocks for about a millisecond."""
+    """The IPv4 interfaces that are up, without loopback; where there is none, the IPv6 ones. Blocks for about 1 ms."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = [
-        LanInterface(each.address, ipaddress.IPv4Network(f"{each.address}/{each.netmask}", strict=False))
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if name in up and each.family == socket.AF_INET and each.netmask
-    ]
-    return tuple(each for each in found if not each.network.is_loopback)[:INTERFACES_MAX]
+    addresses = [each for name, found in psutil.net_if_addrs().items() if name in up for each in found if each.netmask]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        found = [_interface(each.address, str(each.netmask)) for each in addresses if each.family == family]
+        usable = [each for each in found if not (each.network.is_loopback or _is_link_local_ipv6(each.network))]
+        if usable:
+            return tuple(usable[:INTERFACES_MAX])
+    return ()
+
+
+def _interface(address: str, netmask: str) -> LanInterface:
+    plain = address.split("%")[0]
+    prefix = int(ipaddress.ip_address(netmask)).bit_count()
+    return LanInterface(plain, ipaddress.ip_network(f"{plain}/{prefix}", strict=False))
+
+
+def _is_link_local_ipv6(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
+    return network.version == 6 and network.is_link_local
 
 
 class LanSearch:
@@ -111,7 +122,8 @@ class LanSearch:
                 await trio.to_thread.run_sync(service.close)
 
     def _open(self, interfaces: Sequence[LanInterface], token: trio.lowlevel.TrioToken) -> Zeroconf:
-        service = Zeroconf(interfaces=[each.address for each in interfaces], ip_version=IPVersion.V4Only)
+        hosts = [each.address for each in interfaces]
+        service = Zeroconf(hosts, ip_version=IPVersion.V6Only if ":" in hosts[0] else IPVersion.V4Only)
 
         def changed(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
             """In a thread of the library, one call at a time."""
@@ -136,7 +148,7 @@ class LanSearch:
             SERVICE,
             f"{self._own}.{SERVICE}",
             port=port,
-            addresses=[socket.inet_aton(address) for address, each in own if each == port],
+            addresses=[ipaddress.ip_address(address).packed for address, each in own if each == port],
             properties={"swarm": self._swarm, "peer": str(self._own)},
             server=f"kvasir-{self._own[-16:].lower()}.local.",
         )
@@ -157,17 +169,18 @@ class LanSearch:
             return None
         near = [
             address
-            for address in info.parsed_addresses(IPVersion.V4Only)
-            if any(ipaddress.IPv4Address(address) in each.network for each in interfaces)
+            for address in info.parsed_addresses(IPVersion.All)
+            if "%" not in address and any(ipaddress.ip_address(address) in each.network for each in interfaces)
         ]
         if not near or not info.port:
             return None
-        return peer, tuple(f"/ip4/{address}/tcp/{info.port}/p2p/{peer}" for address in near[:INTERFACES_MAX])
+        places = [f"/ip{6 if ':' in address else 4}/{address}" for address in near[:INTERFACES_MAX]]
+        return peer, tuple(f"{place}/tcp/{info.port}/p2p/{peer}" for place in places)
 
 
 def _plain_tcp(address: str) -> tuple[str, int]:
-    """(IP, port) of /ip4/IP/tcp/PORT and what may follow; ("", 0) for what is not like that."""
+    """(IP, port) of /ip4/IP/tcp/PORT or /ip6/… and what may follow; ("", 0) for what is not like that."""
     parts = address.split("/")
-    if len(parts) >= 5 and parts[1] == "ip4" and parts[3] == "tcp" and "ws" not in parts:
+    if len(parts) >= 5 and parts[1] in ("ip4", "ip6") and parts[3] == "tcp" and "ws" not in parts:
         return parts[2], int(parts[4])
     return "", 0

@@ -16,11 +16,13 @@ from kvasir_node.base.ids import PeerId
 from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.net import express_door, punch, reach_probe
 from kvasir_node.net.circuit import CIRCUIT_PROTOCOL, RELAY_PROTOCOL, Ask, pack_peer
+from kvasir_node.net.clock_probe import CLOCK_PROTOCOL
 from kvasir_node.net.hello import HELLO_PROTOCOL, Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.punch import PUNCH_PROTOCOL
 from kvasir_node.net.reach_probe import PROBE_PROTOCOL
 from kvasir_node.roles.node import Node
+from kvasir_node.roles.revoking import REVOCATIONS_PROTOCOL
 from kvasir_node.roles.swarm_key import Renewal
 from kvasir_node.wire.messages import BLOCKS_PROTOCOL, EXPERTS_PROTOCOL, MARKET_PROTOCOL
 from kvasir_node.wire.swarm_keys import new_secret, read_secret
@@ -38,9 +40,12 @@ OPENINGS: dict[str, tuple[str, bytes]] = {
     "a circuit through the relay": (RELAY_PROTOCOL, bytes([Ask.CONNECT]) + pack_peer(PEER)),
     "a circuit to the node itself": (CIRCUIT_PROTOCOL, pack_peer(PEER)),
     "a hole": (PUNCH_PROTOCOL, bytes(16) + b"\1\x1a/ip4/198.51.100.1/tcp/4001"),
+    "the time": (CLOCK_PROTOCOL, b"?"),
+    "the list of who is shut out": (REVOCATIONS_PROTOCOL, b"\0\0\0\1\x80"),
     "a dial-back": (PROBE_PROTOCOL, bytes(16) + (4001).to_bytes(2, "big")),
 }
-NOT_OURS = "a circuit to the node itself"  # nobody brings one where the node holds no place
+# What is silent to members, too: nobody brings a circuit where the node holds no place; and that list has no answer.
+SILENT = {"a circuit to the node itself", "the list of who is shut out"}
 # Connections that begin otherwise than libp2p's.
 FIRST_BYTES = {
     "an express channel": express_door.MAGIC + bytes(express_door.OPENING_BYTES - len(express_door.MAGIC)),
@@ -164,7 +169,7 @@ async def test_no_stranger_gets_anything_at_any_door_of_a_node(tmp_path):
             assert await replayed(stranger, address, messages) == b"\0"
             assert await said_at_every_door(stranger, address) == nothing
         assert node.snapshot().members == ()
-        assert await doors_open_to_a_member(tmp_path, address, entry) == OPENINGS.keys() - {NOT_OURS}
+        assert await doors_open_to_a_member(tmp_path, address, entry) == OPENINGS.keys() - SILENT
 
 
 async def doors_open_to_a_member(folder: Path, address: str, entry: bytes) -> set[str]:

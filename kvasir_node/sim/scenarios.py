@@ -180,9 +180,9 @@ SCENARIOS: Mapping[str, _Kind] = {
     "flash-crowd": _Kind(_flash_crowd, 10_000, 1.0, "demand appears at once, and goes"),
     "day": _Kind(_day, 1_000, 24.0, "24 hours of load that rises and falls, three models"),
     "churn": _Kind(_churn, 2_000, 1.0, "nodes that come and go all the time"),
-    "hub-death": _Kind(_hub_death, 2_000, 1.0, "a hub dies in the burst; later all are gone for ten minutes"),
-    "partition": _Kind(_partition, 2_000, 1.0, "a quarter of the nodes is cut off with a hub, and comes back"),
-    "liars": _Kind(_liars, 2_000, 1.0, "three of ten nodes cheat in one of five ways"),
+    "hub-death": _Kind(_hub_death, 1_000, 1.0, "a hub dies in the burst; later all are gone for ten minutes"),
+    "partition": _Kind(_partition, 1_000, 1.0, "a quarter of the nodes is cut off with a hub, and comes back"),
+    "liars": _Kind(_liars, 1_000, 1.0, "three of ten nodes cheat in one of five ways"),
     "trillion": _Kind(_trillion, 20_000, 1.0, "a model of 4,000 slices that no machine holds"),
 }
 NODES_MIN, NODES_MAX, HOURS_MAX = 50, 100_000, 24 * 31.0

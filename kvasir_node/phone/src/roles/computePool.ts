@@ -1,12 +1,12 @@
 // A Compute spread over Workers, one for each core: each holds experts of its own, and a call goes to those that hold
-// what it asks for. Their partial sums are added here.
+// what it asks for. Their partial sums are added here. Small slices are computed in this thread.
 import { CapacityError, Overloaded } from '../base/errors.js'
 import type { ExpertSizes } from '../model/expertFile.js'
 import type { ExpertRequest } from '../wire/tensors.js'
 import type { Compute, ExpertBlob, Sums } from './compute.js'
 import { type FromCompute, type ToCompute, receivedError } from './computeMessages.js'
 
-const SPREAD_BYTES = 8 << 20 // a slice that is smaller lies in one Worker: waking more costs more than they compute
+const SMALL_BYTES = 4 << 20 // a slice that is smaller is computed here: waking a Worker costs more than computing it
 const CALLS_MAX = 2 // given to the Workers at once: one computes, one waits; the others can still be cancelled
 const ROOM_BYTES = 64 << 20 // for rows, beside weights
 
@@ -27,6 +27,7 @@ export class ComputePool implements Compute {
   private calls = 0
   private readonly turns: Array<() => void> = []
 
+  /** The first port is `portHere`, for small slices; the others are Workers. */
   constructor (private readonly ports: readonly Port[], module: WebAssembly.Module, readonly bytesMax: number) {
     this.bytes = ports.map(() => 0)
     for (const port of ports) {
@@ -37,11 +38,10 @@ export class ComputePool implements Compute {
   }
 
   places (count: number, bytes: number): number[] {
-    const loads = [...this.bytes]
-    const emptiest = (): number => loads.indexOf(Math.min(...loads))
-    if (bytes < SPREAD_BYTES) return new Array<number>(count).fill(emptiest())
+    if (bytes < SMALL_BYTES) return new Array<number>(count).fill(0)
+    const loads = [Infinity, ...this.bytes.slice(1)]
     return Array.from({ length: count }, () => {
-      const place = emptiest()
+      const place = loads.indexOf(Math.min(...loads))
       loads[place]! += bytes / count
       return place
     })

@@ -25,6 +25,7 @@ PUNCH_PAUSE_S = 1.0  # after a hole that was not punched; doubles ...
 PUNCH_PAUSE_MAX_S = 600.0  # ... up to this: a router may be exchanged, or restarted
 PUNCHES_MAX = 4  # under way at once
 HUBS_PROBED_MAX = 8
+MAPPED_MAX = 8  # outside IPs of ours for which it is remembered where our listener appeared
 PEERS_MAX = 1024  # whose failed punches are remembered
 _LAN = tuple(
     ipaddress.ip_network(text)
@@ -78,6 +79,7 @@ class Seen:
     observed: str
     from_listen_port: bool
     reached: tuple[str, ...]  # of the addresses that it tried, those where we answered
+    listener: str = ""  # where our listener appears if what stands between keeps ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Reach:
 
     relays_kept: int
     _seen: dict[PeerId, Seen] = field(default_factory=dict[PeerId, Seen])
+    _mapped: dict[str, str] = field(default_factory=dict[str, str])  # by outside IP, where our listener appeared last
+    _was_private: bool = False  # when anything was known last
     _probes: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
     _reserves: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
     _punches: dict[PeerId, Patience] = field(default_factory=dict[PeerId, Patience])
@@ -137,7 +141,10 @@ class Reach:
 
     @property
     def _needs_relays(self) -> bool:
-        """Also where all hubs are of our own network: one of them may be reached from outside, and we are not."""
+        """Also where all hubs are of our own network: one of them may be reached from outside, and we are not; and
+        where a hub is back of which we know nothing yet, if nobody could reach us before."""
+        if self.reachability is Reachability.UNKNOWN:
+            return self._was_private
         if self.reachability is Reachability.LAN:
             hosts = [host_of(address) for seen in self._seen.values() for address in seen.reached]
             return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
@@ -157,8 +164,16 @@ class Reach:
         return Nat.CONE if len(told) > 1 else Nat.UNKNOWN
 
     def observed(self) -> tuple[str, ...]:
-        """Where our listener's port appears outside, each once: what a peer must aim at to punch a hole."""
-        return tuple(dict.fromkeys(seen.observed for seen in self._seen.values() if seen.from_listen_port))
+        """Where our listener's port appears outside, each once: what a peer must aim at to punch a hole.
+
+        A connection from another port, as after one that broke, does not tell; then it is where it was seen last, or
+        where it would be behind a router that keeps ports.
+        """
+        found = [seen.observed for seen in self._seen.values() if seen.from_listen_port]
+        for seen in self._seen.values():
+            if not seen.from_listen_port:
+                found += [self._mapped.get(host_of(seen.observed), ""), seen.listener]
+        return tuple(address for address in dict.fromkeys(found) if address)
 
     def reached(self) -> tuple[str, ...]:
         """Where hubs have reached us that had no connection there."""
@@ -235,6 +250,12 @@ class Reach:
             patience.failed(now, PAUSE_MAX_S)
             return
         self._seen[hub] = seen
+        self._was_private = self.reachability is Reachability.PRIVATE
+        if seen.from_listen_port and seen.observed:
+            self._mapped.pop(host_of(seen.observed), None)
+            self._mapped[host_of(seen.observed)] = seen.observed
+            if len(self._mapped) > MAPPED_MAX:
+                del self._mapped[next(iter(self._mapped))]
         patience.succeeded(PAUSE_S, now + PROBE_AGAIN_S)
 
     def reservation_ended(self, hub: PeerId, now: float, *, was_held: bool) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,6 +129,15 @@ class _GuardedSwarm(Swarm):
         )
 
 
+@dataclass(slots=True)
+class _Dial:
+    """One under way to a peer, at these addresses; `failure` is set before `ended` if it came to nothing."""
+
+    tried: frozenset[str]
+    ended: trio.Event = field(default_factory=trio.Event)
+    failure: Unreachable | None = None
+
+
 class Libp2pTransport(INotifee):
     """Implements Transport; made by `open_libp2p_transport`."""
 
@@ -137,7 +147,7 @@ class Libp2pTransport(INotifee):
         self._listeners = tuple(listeners)
         self._peer_id = peer_id_of(key)
         self._table = ConnectionTable(self._peer_id, settings.peers_max)
-        self._dials: dict[PeerId, trio.Event] = {}
+        self._dials: dict[PeerId, _Dial] = {}
         self._handshakes = Handshakes()
         self._door = ExpressDoor(settings.frame_bytes_max)
         self._doors: dict[bytes, Callable[[TcpStream], Awaitable[None]]] = {EXPRESS_MAGIC: self._door.admit}
@@ -186,18 +196,24 @@ class Libp2pTransport(INotifee):
         peer, dials = parse_addresses(addresses)
         if peer == self._peer_id:
             raise UsageError(f"{peer} is this node itself")
-        while peer in self._dials:
-            await self._dials[peer].wait()
+        while (other := self._dials.get(peer)) is not None:
+            await other.ended.wait()
+            if other.failure is not None and other.tried.issuperset(addresses):
+                raise Unreachable(str(other.failure))
         if peer in self._table:
             return peer
         if self._table.is_full:
             text = f"not dialling {peer}: {self._settings.peers_max} peers are connected; raise network.peers_max"
             raise Unreachable(text)
-        self._dials[peer] = trio.Event()
+        dial = self._dials[peer] = _Dial(frozenset(addresses))
         try:
             await self._dial(peer, dials)
+        except Unreachable as error:
+            dial.failure = error
+            raise
         finally:
-            self._dials.pop(peer).set()
+            del self._dials[peer]
+            dial.ended.set()
         return peer
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Libp2pStream:

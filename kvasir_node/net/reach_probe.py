@@ -140,7 +140,7 @@ def _seen(peer: PeerId, observed: bytes, bits: int, own: Own) -> Seen:
         raise Misbehaved(RejectReason.BAD_MESSAGE, f"{peer} sees us at {text[:60]!r}; expected /ip4/IP/tcp/PORT")
     at_listener = f"{text.rpartition('/')[0]}/{own.listen_port}"
     reached = [address for bit, address in ((_OBSERVED, text), (_LISTENING, at_listener)) if bits & bit]
-    return Seen(peer, text, own.from_listen_port, tuple(reached))
+    return Seen(peer, text, own.from_listen_port, tuple(reached), at_listener if observed else "")
 
 
 async def _answers(token: bytes, host: str, port: int) -> bool:

@@ -512,7 +512,7 @@ class Crew:
             for part in member.slices:
                 self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=True)
             self._counts.warn(peer, "is cut off: %s", reason)
-        elif not by_us:
+        elif not by_us and member.slices:  # without any it had detached all, as one does that moves to another way
             self._absences.lost(peer, trio.current_time())
             self._counts.excuse(peer, f"left without draining: {reason}")
         with self._times_lock:

@@ -101,6 +101,27 @@ def test_one_hub_that_cannot_reach_us_makes_us_private():
     assert Reach(2).reachability is Reachability.UNKNOWN
 
 
+def test_a_connection_from_another_port_leaves_the_listener_where_it_was_seen_or_would_be():
+    kept = "/ip4/198.51.100.7/tcp/9481"
+    again = Seen(HUBS[0], OUTSIDE.replace("4001", "55000"), False, (), kept)
+    reach, _ = told(again)
+    assert reach.observed() == (kept,)
+    reach, _ = told(seen(HUBS[0]))
+    reach.step(Scene((), (), ()), 1.0)  # the hub is lost ...
+    reach.probed(HUBS[0], again, 2.0)  # ... and back over another port
+    assert reach.observed() == (OUTSIDE, kept)
+
+
+def test_who_was_private_takes_a_place_at_a_hub_that_is_back_before_it_knows_anything_again():
+    reach, scene = told(seen(HUBS[0]))
+    reach.step(Scene((), (), ()), 1.0)
+    assert reach.reachability is Reachability.UNKNOWN
+    assert Reserve(HUBS[0]) in reach.step(scene, 2.0)
+    public, scene = told(seen(HUBS[0], reached=(OUTSIDE,)))
+    public.step(Scene((), (), ()), 1.0)
+    assert public.step(scene, 2.0) == [Probe(HUBS[0])]
+
+
 def test_places_at_relays_are_kept_where_hubs_of_our_own_network_alone_reach_us():
     """One of them may be reached from outside, through a forwarded port, and we are not."""
     reach, scene = told(seen(HUBS[0], INSIDE, reached=(INSIDE,)))

@@ -73,6 +73,34 @@ async def test_a_second_connect_returns_at_once_and_ten_share_one_dial(open_host
         assert len(left._table.all()) == 1
 
 
+async def test_ten_that_wait_for_one_dial_share_its_failure(open_hosts):
+    async with open_hosts(2) as (near, far):
+        near._settings = replace(near._settings, connect_timeout_s=0.4)
+        dead = f"/ip4/127.0.0.1/tcp/9/p2p/{far.peer_id}"
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        mute = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}/p2p/{far.peer_id}"
+        failures = []
+
+        async def connect():
+            with pytest.raises(Unreachable) as failed:
+                await near.connect([dead, mute])
+            failures.append(str(failed.value))
+
+        began_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(connect)
+        assert trio.current_time() - began_at < 3.0  # one after the other took four
+        assert len(failures) == 10
+        assert len(set(failures)) == 1
+        # Who knows another address is not put off with the failure of those.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connect)
+            await trio.sleep(0.1)
+            assert await near.connect(far.addresses()) == far.peer_id
+        await silent[0].aclose()
+
+
 async def test_an_unknown_protocol_is_unreachable_and_harms_nothing(open_hosts):
     async with open_hosts(2) as (left, right):
         right.set_handler(ECHO, echo)

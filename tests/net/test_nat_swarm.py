@@ -180,15 +180,21 @@ def test_an_outage_of_a_line_over_which_a_relay_serves(relayed, capsys):
 
 
 def test_a_relay_serves_for_as_long_as_it_is_asked_to(relayed, capsys):
-    longest_s = 0.0
-    with survived(relayed, capsys, "five minutes over a relay"):
-        until = time.monotonic() + 300
-        while time.monotonic() < until:
-            before = remote_pairs(relayed)
-            longest_s = max(longest_s, seconds_until(lambda before=before: remote_pairs(relayed) > before))
+    """Not that nothing is ever late on a busy machine, but that the worker goes on."""
+    all_proven(relayed)
+    answered, before, longest_s = relayed.burst.answered, remote_pairs(relayed), 0.0
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        now = remote_pairs(relayed)
+        longest_s = max(longest_s, seconds_until(lambda now=now: remote_pairs(relayed) > now, 30.0))
+    answers, pairs = relayed.burst.answered - answered, remote_pairs(relayed) - before
     with capsys.disabled():
-        print(f"longest without an answer of the worker: {longest_s:.1f} s")
+        print(
+            f"\nfive minutes over a relay: {answers} answers, {pairs} remote pairs, {longest_s:.1f} s without one at "
+            f"most, {worker_of(relayed)['failures']} failures in all"
+        )
     assert path_to_worker(relayed) == "relay"
+    assert (relayed.burst.wrong, relayed.burst.failed) == ([], [])
 
 
 def test_another_relay_takes_over_when_the_one_that_carries_dies(relayed, capsys):

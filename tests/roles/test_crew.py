@@ -653,6 +653,17 @@ async def test_law_8_proof_ends_when_an_absence_is_longer_than_it_lasts(autojump
     await prove(loop, worker, FIRST)
 
 
+async def test_who_moves_to_another_way_in_good_order_is_never_away(autojump_clock, loop, worker, nursery):
+    await prove(loop, worker, FIRST)
+    for _ in range(6):
+        await worker.say(ExpertsMethod.DETACH, FIRST)
+        await worker.calls.stream.reset()
+        await worker.stopped.wait()
+        await nursery.start(worker.run)
+        await worker.attach(FIRST)
+        assert loop.crew.proven() == ((worker.peer, FIRST),)
+
+
 async def test_who_leaves_again_and_again_keeps_its_proof_and_gets_no_work_for_a_while(
     autojump_clock, loop, worker, nursery
 ):

@@ -64,7 +64,11 @@ class Ends:
         self.refusal: KvasirError | None = None
         self.speaks_calls = True
         self.coordinator.set_handler(EXPERTS_PROTOCOL, self.serve)
-        self.link = Link(
+        self.answer_delay_s = answer_delay_s
+        self.link = self.new_link(compute)
+
+    def new_link(self, compute) -> Link:
+        return Link(
             self.coordinator.peer_id,
             MODEL,
             "float32",
@@ -75,7 +79,7 @@ class Ends:
             run_blocking=run_inline,
             computed=self.rows.append,
             standing_told=self.told.append,
-            answer_delay_s=answer_delay_s,
+            answer_delay_s=self.answer_delay_s,
         )
 
     async def serve(self, stream: Stream) -> None:
@@ -349,3 +353,54 @@ async def test_a_link_through_a_relay_moves_to_the_direct_way_and_loses_no_call(
         methods = [method for method, _ in ends.log]
         assert methods == [ExpertsMethod.ATTACH, ExpertsMethod.DETACH]
         assert ends.link.leases() == ("lease",)  # so that whoever opened the link attaches them again
+
+
+async def test_under_load_the_move_to_the_direct_way_loses_no_call_and_repeats_none(autojump_clock, nursery):
+    computed = 0
+
+    def counted(shard, request):
+        nonlocal computed
+        computed += 1
+        return compute_here(shard, request)
+
+    async with open_memory_network() as network:
+        ends = Ends(network, nursery, compute=counted, answer_delay_s=0.3)
+        await ends.worker.connect(ends.coordinator.addresses())
+        ends.set_path("relay")
+        await ends.open()
+        await ends.link.attach(ends.lease())
+        request = request_for(PART, rows=3)
+        sent, answers = 0, []
+
+        def is_attached():
+            methods = [method for method, _ in ends.log]
+            return methods.count(ExpertsMethod.ATTACH) > methods.count(ExpertsMethod.DETACH)
+
+        async def call():
+            answers.append(bytes(await ends.compute(*request_parts(request))))
+
+        async def keep_calling():
+            """As a coordinator does: to whoever is attached, all the time."""
+            nonlocal sent
+            while True:
+                if is_attached():
+                    sent += 1
+                    nursery.start_soon(call)
+                await trio.sleep(0.1)
+
+        nursery.start_soon(keep_calling)
+        await trio.sleep(3)
+        ends.set_path("direct")
+        with trio.fail_after(10):
+            await ends.ended.wait()
+        assert not is_attached()
+        at_move = sent
+        second = ends.new_link(counted)
+        await second.open(ends.worker)
+        nursery.start_soon(second.run, lambda link: None)
+        await second.attach(ends.lease())
+        await trio.sleep(3)
+        ends.log.append((int(ExpertsMethod.DETACH), b""))  # no more calls
+        await trio.sleep(1)
+        assert sent > at_move > 20
+        assert len(answers) == computed == sent

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from kvasir_node.surfaces.nodefile import read_node_file
+from kvasir_node.surfaces.phone_page import PhonePage
 
 SCRIPT = Path(__file__).with_name("fake_up.py")
 
@@ -74,6 +75,22 @@ def test_ready_line_then_a_signal_ends_it_cleanly(tmp_path, number):
     assert list(data_dir.iterdir()) == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(line["api"] + "/health", trust_env=False)
+
+
+def test_the_page_for_phones_has_a_port_of_its_own_that_serves_nothing_else(tmp_path):
+    with started(tmp_path / "data", "phone.listen=127.0.0.1:0") as process:
+        api = ready(process)["api"]
+        document = httpx.post(api + "/kvasir/v1/phone", trust_env=False).json()
+        page = document["url"].partition("#")[0]
+        assert not page.startswith(api)
+        shown = httpx.get(page, trust_env=False)
+        assert shown.status_code == (200 if PhonePage().is_built else 404)
+        assert httpx.get(page.replace("/phone", "/kvasir/v1/status"), trust_env=False).status_code == 404
+        process.send_signal(signal.SIGTERM)
+        code, stderr = ended(process)
+    assert code == 0, stderr
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page, trust_env=False)
 
 
 def test_sigterm_lets_running_answers_finish_and_refuses_new_ones(tmp_path):

@@ -27,8 +27,8 @@ from kvasir_node.surfaces.views import health_document, revoked_document
 ROOT = Path(kvasir_node.__file__).parent
 LISTED = re.compile(r"^\| (.+?) \| `(kvasir\.[a-z._]+/\d)` \| (.+) \|$", re.MULTILINE)
 SAID = re.compile(r'"(kvasir\.[a-z._]+/\d)"')
-OF_OTHERS = {  # of the API (docs/api.md, docs/phone_protocol.md), and of a file
-    *("kvasir.event/1", "kvasir.requests/1", "kvasir.experts/1", "kvasir.phone/1"),
+OF_OTHERS = {  # of the API (docs/api.md), and of a file
+    *("kvasir.event/1", "kvasir.requests/1", "kvasir.experts/1"),
     "kvasir.folder/1",
 }
 
@@ -52,7 +52,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
         process.terminate()
 
 
-VERBS = "status|ps|peers|demand|pause|resume|doctor|ls|verify|run demo hello|ticket|id|config show|drain"
+VERBS = "status|ps|peers|demand|pause|resume|doctor|ls|verify|run demo hello|ticket|ticket --phone|id|config show|drain"
 
 
 def test_what_the_verbs_print_has_the_fields_of_the_list(run, node):

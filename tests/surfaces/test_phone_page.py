@@ -10,9 +10,10 @@ import pytest
 import trio
 from surfaces_helpers import serve, settings_with
 
+from kvasir_node.base.errors import UsageError
 from kvasir_node.surfaces.address import Address, parse_address
 from kvasir_node.surfaces.fake_node import FakeNode
-from kvasir_node.surfaces.listener import open_listeners, url_of
+from kvasir_node.surfaces.listener import bound_address, open_listeners, url_of
 from kvasir_node.surfaces.phone_door import PhoneDoor, invite_lines
 from kvasir_node.surfaces.phone_page import CONNECTIONS_MAX, CSP, NOT_BUILT, PhonePage, serve_page
 
@@ -159,6 +160,16 @@ async def test_an_invitation_that_cannot_be_names_the_field(built, body):
         assert served.node.invited == 0
 
 
+async def test_a_port_that_is_taken_is_told_with_its_flag():
+    listeners = await open_listeners(Address("127.0.0.1", 0))
+    with pytest.raises(UsageError, match=r"the page of --phone cannot listen on .*; .* another --phone HOST:PORT"):
+        await open_listeners(bound_address(listeners), "--phone")
+    for listener in listeners:
+        await listener.aclose()
+    with pytest.raises(UsageError, match=r"--phone \(phone.listen\) is HOST:PORT"):
+        parse_address("9482", "phone.listen")
+
+
 def test_the_url_is_one_that_a_phone_reaches(built, tmp_path):
     node = FakeNode()
 
@@ -170,7 +181,7 @@ def test_the_url_is_one_that_a_phone_reaches(built, tmp_path):
     assert url("[2001:db8::1]:9482")["url"].startswith("http://[2001:db8::1]:9482/phone#")
     assert "phone.listen" in url("127.0.0.1:9480")["warnings"][0]
     assert url("0.0.0.0:9482", PhonePage(tmp_path / "nowhere"))["warnings"] == [NOT_BUILT]
-    with pytest.raises(Exception, match="serves no page for phones"):
+    with pytest.raises(UsageError, match="serves no page for phones"):
         url(None)
 
 

@@ -17,6 +17,12 @@ async def send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
+async def end_body(send: Send) -> None:
+    """Never beside `disconnected`: a body's end is a disconnect, too, and who is cancelled by it leaves the connection
+    half closed."""
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":

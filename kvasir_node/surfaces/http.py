@@ -35,7 +35,7 @@ from kvasir_node.surfaces.answers import (
 )
 from kvasir_node.surfaces.beside import run_beside
 from kvasir_node.surfaces.events import EventFeed
-from kvasir_node.surfaces.exchange import Exchange, disconnected, send_part
+from kvasir_node.surfaces.exchange import Exchange, disconnected, end_body, send_part
 from kvasir_node.surfaces.listener import serve_connections
 from kvasir_node.surfaces.metrics import METRICS_MEDIA_TYPE, metrics_text
 from kvasir_node.surfaces.openai import ApiRequest, parse_chat, parse_completion, parse_json_object
@@ -242,14 +242,17 @@ class _StreamedAnswer(Response):
         self._include_usage, self._heartbeat_s = include_usage, heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_beside(lambda: disconnected(receive), lambda: self._stream(send))
+        if await run_beside(lambda: disconnected(receive), lambda: self._stream(send)):
+            await end_body(send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send) -> bool:
+        """True when all but the end of the body is sent."""
         outbox = Outbox()
         async with trio.open_nursery() as writing:
             refusal = await self._pump(outbox, lambda: writing.start_soon(self._write, outbox, send))
         if refusal is not None:
             raise refusal
+        return True
 
     async def _pump(self, outbox: Outbox, start_writing: Callable[[], None]) -> KvasirError | None:
         """Moves all events to the outbox and frees the slot, however slowly the client reads."""
@@ -279,7 +282,6 @@ class _StreamedAnswer(Response):
             await send_part(send, sse_data(document))
         while not await self._write_one(await outbox.take(self._heartbeat_s), send):
             pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_one(self, event: AnswerEvent | KvasirError | None, send: Send) -> bool:
         """True after the last event."""

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvasir_node.base.errors import KvasirError
 from kvasir_node.surfaces.answers import document_of_error
 from kvasir_node.surfaces.beside import run_beside
+from kvasir_node.surfaces.exchange import disconnected, end_body, send_part
 from kvasir_node.surfaces.ports import NodePort
 
 INTERVAL_S = 1.0
@@ -33,17 +34,20 @@ class PullAnswer(Response):
         self._ended = trio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_beside(lambda: _disconnected(receive), lambda: self._stream(send))
+        if await run_beside(lambda: disconnected(receive), lambda: self._stream(send)):
+            await end_body(send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send) -> bool:
+        """True when all but the end of the body is sent."""
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._pull)
             while not self._ended.is_set():
-                await send({"type": "http.response.body", "body": _line(self._heard), "more_body": True})
+                await send_part(send, _line(self._heard))
                 with trio.move_on_after(INTERVAL_S):  # a send is never cancelled: half a chunk would be the end
                     await self._ended.wait()
-        await send({"type": "http.response.body", "body": _line(self._last), "more_body": False})
+        await send_part(send, _line(self._last))
+        return True
 
     async def _pull(self) -> None:
         try:
@@ -59,8 +63,3 @@ class PullAnswer(Response):
 
 def _line(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode() + b"\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

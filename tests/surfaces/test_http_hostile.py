@@ -15,6 +15,7 @@ from kvasir_node.surfaces.phone_door import PhoneDoor
 from kvasir_node.surfaces.phone_page import PhonePage
 from kvasir_node.surfaces.sse import HEARTBEAT
 
+PULL_PATH = "/kvasir/v1/pull"
 BODY = json.dumps({"model": "demo", "stream": True, "messages": [{"role": "user", "content": "x"}]}).encode()
 
 
@@ -58,6 +59,25 @@ async def test_an_endless_upload_gets_its_answer_and_is_cut():
             nursery.start_soon(upload_until_cut)
         await stream.aclose()
         assert (await served.client.get("/health")).status_code == 200
+
+
+PULL = json.dumps({"model": "demo"}).encode()
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, BODY), (CHAT, BODY.replace(b"true", b"false")), (PULL_PATH, PULL)])
+async def test_a_connection_that_is_to_be_closed_is_closed_after_the_answer(path, body, version):
+    async with serve(FakeNode(settings_with())) as served, await connect(served.url) as stream:
+        asked = head(path, "connection: close", f"content-length: {len(body)}").replace(
+            b"HTTP/1.1", b"HTTP/" + version.encode()
+        )
+        await stream.send_all(asked + body)
+        answer = b""
+        with trio.fail_after(5):
+            async for part in stream:
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert (b"data: [DONE]" in answer) == (body == BODY)
 
 
 GARBAGE = [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 70_000, b"\r\n" * 9]

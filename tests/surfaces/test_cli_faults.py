@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_cli import SCRIPT
 
@@ -210,6 +211,21 @@ def test_a_signal_in_the_middle_of_the_imports_ends_it_without_a_traceback(tmp_p
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_private_node_ends_with_its_command_and_a_terminals_interrupt_does_not_reach_it(number):
+    command = [sys.executable, "-m", "kvasir_node", "run", "--max-tokens", "0", "demo", "It is a truth"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5)  # it answers
+        (node,) = psutil.Process(process.pid).children()
+        assert os.getpgid(node.pid) != os.getpgid(process.pid)
+        process.send_signal(number)
+        process.communicate(timeout=40)
+    assert process.returncode == 128 + number
+    assert not psutil.pid_exists(node.pid)
 
 
 def test_files_of_the_current_folder_are_not_run_by_a_private_node(tmp_path):

@@ -9,32 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from surfaces_helpers import serve, settings_with
 
 import kvasir_node
 from kvasir_node.base.errors import DataError, UsageError
 from kvasir_node.base.settings import Settings, load_settings
 from kvasir_node.surfaces.exits import RESTART
+from kvasir_node.surfaces.fake_node import FakeNode
 
 DEPLOY = Path(kvasir_node.__file__).parent.parent / "docs" / "deploy"
 UNIT = DEPLOY / "kvasir-node.service"
-METRICS = {  # of GET /metrics, with their labels
-    "kvasir_requests_running": set(),
-    "kvasir_requests_waiting": set(),
-    "kvasir_slots": set(),
-    "kvasir_saturated": set(),
-    "kvasir_time_to_first_token_seconds": {"le"},
-    "kvasir_inter_token_latency_seconds": {"le"},
-    "kvasir_requests_total": {"finish_reason"},
-    "kvasir_tokens_total": {"kind"},
-    "kvasir_expert_pairs_total": {"where"},
-    "kvasir_expert_calls_total": {"outcome"},
-    "kvasir_expert_call_seconds": {"le"},
-    "kvasir_workers": {"state"},
-    "kvasir_demand_slices": {"state"},
-    "kvasir_blocks_bytes_total": {"outcome"},
-    "kvasir_network_bytes_total": {"direction"},
-    "kvasir_peer_rejections_total": {"reason"},
-}
 OF_PROMETHEUS = {"instance"}  # a label that it adds itself
 
 
@@ -90,16 +74,36 @@ def expressions() -> list[str]:
     return asked + re.findall(r"expr: (?:>-\n\s+)?(.+)", alerts)
 
 
+def labels_of_metrics() -> dict[str, set[str]]:
+    """As docs/api.md lists them."""
+    found: dict[str, set[str]] = {}
+    rows = re.findall(r"^\| (`kvasir_.*?) \| (\w+) \| (.*) \|$", (DEPLOY.parent / "api.md").read_text(), re.MULTILINE)
+    for names, kind, words in rows:
+        labels = (
+            {"le"}
+            if kind == "histogram"
+            else set(re.findall(r"`(\w+)`[^`:]*: ", words))
+        )
+        found |= dict.fromkeys(re.findall(r"`(kvasir_\w+)`", names), labels)
+    return found
+
+
+async def test_the_list_of_metrics_is_that_of_the_api():
+    async with serve(FakeNode(settings_with())) as served:
+        text = (await served.client.get("/metrics")).text
+    assert set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)) == set(labels_of_metrics())
+
+
 def test_the_dashboard_and_the_alerts_ask_only_for_metrics_and_labels_that_there_are():
+    known = labels_of_metrics()
     asked: set[str] = set()
     for expression in expressions():
-        names = re.findall(r"kvasir_[a-z_]+", expression)
-        metrics = {name.removesuffix("_bucket") for name in names if name.removesuffix("_bucket") in METRICS}
-        assert metrics == {name.removesuffix("_bucket") for name in names}, expression
+        metrics = {name.removesuffix("_bucket") for name in re.findall(r"kvasir_[a-z_]+", expression)}
+        assert metrics <= set(known), expression
         labels = {label for group in re.findall(r"by \(([a-z_, ]+)\)", expression) for label in group.split(", ")}
-        assert labels <= {label for name in metrics for label in METRICS[name]} | OF_PROMETHEUS, expression
+        assert labels <= {label for name in metrics for label in known[name]} | OF_PROMETHEUS, expression
         asked |= metrics
-    assert asked == set(METRICS), "each metric has a place on the dashboard"
+    assert asked == set(known), "each metric has a place on the dashboard"
 
 
 def test_the_dashboard_has_no_panel_upon_another():

@@ -1,12 +1,11 @@
-"""Where phones find their page, and the invitation that their owner shows them: a URL, as text or for a camera.
+"""Where phones find their page, and the invitation that their owner shows them: a URL.
 
-It does not know what a code lets its holder do (roles/pairing), nor how the page is served (phone_page.py). Whoever
-shows an invitation elsewhere, such as a screen, uses `PhoneDoor.invite` and `invite_lines`.
+It does not know what a code lets its holder do (roles/pairing), how the page is served (phone_page.py), nor how an
+invitation is shown (invitation.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from kvasir_node.base.errors import UsageError
 from kvasir_node.surfaces.address import Address, is_wildcard_host
 from kvasir_node.surfaces.phone_page import NOT_BUILT, PAGE_PATH, PhonePage
 from kvasir_node.surfaces.ports import NodePort
-from kvasir_node.surfaces.qr import qr_text
 
 PHONE_SCHEMA = "kvasir.phone/1"
 _ONLY_HERE = (
@@ -39,10 +37,3 @@ class PhoneDoor:
         warnings = [_ONLY_HERE] * place.is_loopback + [NOT_BUILT] * (not self.page.is_built)
         url = f"{place.url}{PAGE_PATH}#{invite.link}"
         return {"schema": PHONE_SCHEMA, "url": url, "expires_s": invite.expires_s, "warnings": warnings}
-
-
-def invite_lines(document: Mapping[str, Any], *, qr: bool) -> list[str]:
-    """What a person sees of an invitation."""
-    url, minutes = str(document["url"]), float(document["expires_s"]) / 60
-    code = qr_text(url, "link").split("\n") if qr else []
-    return [*code, url, f"for one phone, within {minutes:.3g} minutes; it may compute here, and nothing else"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot, RequestSnapshot
+from kvasir_node.surfaces.invitation import Invitation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,5 +22,6 @@ class Picture:
     speeds: Sequence[float] = ()  # tokens per second
     pressures: Sequence[float] = ()
     ticket: str = ""  # empty: not known here
+    invitation: Invitation | None = None  # that was asked for last
     silent_s: float = 0.0  # since the node last answered, when it is not this process
     trouble: str = ""  # why it does not answer

@@ -18,6 +18,8 @@ import trio
 from kvasir_node.base.errors import DataError
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot, RequestSnapshot, RequestsSnapshot
 from kvasir_node.surfaces.event_words import event_line
+from kvasir_node.surfaces.invitation import Invitation
+from kvasir_node.surfaces.phone_invitation import TIMEOUT_S, api_client, ask_invitation
 from kvasir_node.surfaces.picture import Picture
 from kvasir_node.surfaces.sources import Curves, is_paused, lending_told
 
@@ -25,7 +27,6 @@ STATUS_S = 0.5
 REQUESTS_S = 1.0
 EXPERTS_S = 2.0
 RETRY_S = 2.0  # after a failure
-TIMEOUT_S = 5.0
 SILENT_EVENTS_S = 30.0  # three heartbeats
 LINES_MAX = 200
 
@@ -73,6 +74,9 @@ class RemoteSource:
         except (httpx.HTTPError, DataError, ValueError, KeyError, TypeError) as error:
             return f"{verb} was not taken: {_words(error)}"
         return lending_told(self._snapshot)
+
+    async def invite_phone(self) -> Invitation:
+        return await ask_invitation(self._client)
 
     def start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._poll, "status", NodeSnapshot, self._note_status, STATUS_S)
@@ -147,11 +151,7 @@ def _words(error: Exception) -> str:
 @asynccontextmanager
 async def open_remote(url: str, key: str, first: NodeSnapshot, ticket: str) -> AsyncIterator[RemoteSource]:
     """The node at an API's URL, asked again and again while the block lasts; `first` is what it answered before."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with (
-        httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client,
-        trio.open_nursery() as nursery,
-    ):
+    async with api_client(url, key) as client, trio.open_nursery() as nursery:
         source = RemoteSource(client, first, ticket)
         source.start(nursery)
         yield source

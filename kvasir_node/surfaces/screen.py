@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import trio
 
+from kvasir_node.surfaces.invitation import Invitation
 from kvasir_node.surfaces.keys import KeyReader
 from kvasir_node.surfaces.ports import NodePort
 from kvasir_node.surfaces.sources import LocalSource, Source
@@ -59,12 +60,13 @@ class _Screen:
     def __init__(self, source: Source, terminal: Terminal) -> None:
         self.source, self.terminal = source, terminal
         self.view = View(ascii_only=terminal.ascii_only)
+        self._invitation: Invitation | None = None
         self._keys = KeyReader()
 
     def redraw(self) -> None:
         if not self.terminal.is_ours:
             return
-        picture = self.source.picture()
+        picture = replace(self.source.picture(), invitation=self._invitation)
         self.view = self.view.with_panes(panes_of(picture.snapshot))
         drawn = render(picture, self.view, *self.terminal.size())
         self.view = replace(self.view, scroll=min(self.view.scroll, drawn.scroll_max))
@@ -106,6 +108,8 @@ class _Screen:
                 return True
             if action is Action.LEND_OR_NOT:
                 self.view = replace(self.view, notice=await self.source.lend_or_not())
+            elif action is Action.INVITE_PHONE:
+                self._invitation = await self.source.invite_phone()
         self.redraw()
         return False
 

@@ -12,6 +12,8 @@ import trio
 
 from kvasir_node.base.errors import KvasirError
 from kvasir_node.base.snapshot import ExpertLayerSnapshot, NodeSnapshot
+from kvasir_node.surfaces.invitation import Invitation
+from kvasir_node.surfaces.phone_invitation import api_client, ask_invitation
 from kvasir_node.surfaces.picture import Picture
 from kvasir_node.surfaces.ports import NodePort
 
@@ -27,6 +29,10 @@ class Source(Protocol):
 
     async def lend_or_not(self) -> str:
         """Pauses the node's worker, or resumes it when it is paused; returns what to tell the person."""
+        ...
+
+    async def invite_phone(self) -> Invitation:
+        """Has the node make a code for one phone; without one the words say why."""
         ...
 
 
@@ -86,6 +92,12 @@ class LocalSource:
         except KvasirError as error:
             return str(error)
         return lending_told(self._node.snapshot())
+
+    async def invite_phone(self) -> Invitation:
+        if self._api is None:
+            return Invitation((), ("no phone can be invited: this node serves no API; start it without --no-api",))
+        async with api_client(self._api, self._node.settings.api.key) as client:
+            return await ask_invitation(client)
 
 
 def lending_told(snapshot: NodeSnapshot) -> str:

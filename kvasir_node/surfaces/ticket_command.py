@@ -60,7 +60,7 @@ def ticket(
 def invite_phone(context: typer.Context, expires: str | None, *, qr: bool, as_json: bool) -> None:
     """Has the running node make a code, and prints the page's URL with it."""
     from kvasir_node.surfaces.client import NodeClient, node_url
-    from kvasir_node.surfaces.phone_door import invite_lines
+    from kvasir_node.surfaces.invitation import invite_lines
 
     settings = context.obj.settings()
     body = {} if expires is None else {"expires_s": parse_seconds(expires)}

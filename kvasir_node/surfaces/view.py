@@ -45,6 +45,7 @@ class Sheet(StrEnum):
 
     HELP = "help"
     TICKET = "ticket"
+    PHONE = "phone"
     WARNINGS = "warnings"
 
 
@@ -53,6 +54,7 @@ class Action(StrEnum):
 
     QUIT = "quit"
     LEND_OR_NOT = "lend or not"
+    INVITE_PHONE = "invite a phone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,10 @@ def press(view: View, key: str) -> tuple[View, Action | None]:
         return view, Action.QUIT
     if key == "p":
         return view, Action.LEND_OR_NOT
+    if key == "t" and view.sheet is Sheet.TICKET:
+        return replace(view, sheet=Sheet.PHONE, scroll=0), Action.INVITE_PHONE
+    if key == "t" and view.sheet is Sheet.PHONE:
+        return replace(view, sheet=None, scroll=0), None
     sheets = {"?": Sheet.HELP, "t": Sheet.TICKET, "w": Sheet.WARNINGS}
     if key in sheets:
         return replace(view, sheet=None if view.sheet is sheets[key] else sheets[key], scroll=0), None

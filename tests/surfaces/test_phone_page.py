@@ -13,8 +13,9 @@ from surfaces_helpers import serve, settings_with
 from kvasir_node.base.errors import UsageError
 from kvasir_node.surfaces.address import Address, parse_address
 from kvasir_node.surfaces.fake_node import FakeNode
+from kvasir_node.surfaces.invitation import invite_lines
 from kvasir_node.surfaces.listener import bound_address, open_listeners, url_of
-from kvasir_node.surfaces.phone_door import PhoneDoor, invite_lines
+from kvasir_node.surfaces.phone_door import PhoneDoor
 from kvasir_node.surfaces.phone_page import CONNECTIONS_MAX, CSP, NOT_BUILT, PhonePage, serve_page
 
 SCRIPT = b"export const one = 1\n" * 100

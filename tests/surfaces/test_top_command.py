@@ -35,6 +35,8 @@ def test_top_shows_a_running_node_and_leaves_it_alone(node, tmp_path):
             shown.until(text)
         shown.type("t")
         shown.until("kvasir1fake")
+        shown.type("t")
+        shown.until("/phone#kvasirp1fake1")
         shown.type("\x1b")
         shown.until("4 Workers")
         shown.type("p")

@@ -18,6 +18,7 @@ from tui_pictures import LOG, busy, calm, experts, lending
 
 from kvasir_node.base.snapshot import FanoutSnapshot, HubSnapshot, ModelSnapshot, NetSnapshot, WorkerSnapshot
 from kvasir_node.surfaces.fake_node import busy_snapshot, fake_snapshot
+from kvasir_node.surfaces.invitation import Invitation
 from kvasir_node.surfaces.panes.lines import ASCII, UNICODE, bar, curve
 from kvasir_node.surfaces.picture import Picture
 from kvasir_node.surfaces.tui import render
@@ -188,6 +189,11 @@ def test_sheets_cover_the_panes():
     ticket = text_of(busy(), 80, 24, sheet=Sheet.TICKET)
     assert busy().ticket in ticket.replace("\n", "")
     assert "run `kvasir-node ticket`" in text_of(busy(ticket=""), 80, 24, sheet=Sheet.TICKET)
+    link = Invitation(("▀█" * 30,) * 30, ("http://192.0.2.7:9482/phone#kvasirp1fake", "for one phone"))
+    phone = text_of(busy(invitation=link), 80, 40, sheet=Sheet.PHONE)
+    assert phone.count("▀█" * 30) == 30
+    assert "phone#kvasirp1fake" in phone
+    assert "make the window wider" in text_of(busy(invitation=link), 50, 40, sheet=Sheet.PHONE)
     many = busy(snapshot=fake_snapshot(warnings=tuple(f"warning {index}" for index in range(9))))
     assert all(f"warning {index}" in text_of(many, 80, 24, sheet=Sheet.WARNINGS) for index in range(9))
     assert "no warnings" in text_of(calm(), 80, 24, sheet=Sheet.WARNINGS)

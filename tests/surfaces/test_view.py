@@ -35,6 +35,8 @@ def pressed(*keys: str, view: View | None = None) -> View:
         (["?"], {"sheet": Sheet.HELP}),
         (["?", "?"], {}),
         (["t", "w"], {"sheet": Sheet.WARNINGS}),
+        (["t", "t"], {"sheet": Sheet.PHONE}),
+        (["t", "t", "t"], {}),
         (["t", "esc"], {}),
         (["t", "1"], {}),
         (["/", "a", "q", "enter"], {"filter": "aq", "focus": Pane.WORKERS}),
@@ -55,6 +57,8 @@ def test_q_quits_unless_it_is_typed_and_p_asks_for_lending():
     assert press(View(sheet=Sheet.HELP), "Q")[1] is Action.QUIT
     assert press(View(is_typing=True), "q")[1] is None
     assert press(View(), "p")[1] is Action.LEND_OR_NOT
+    assert press(View(), "t")[1] is None
+    assert press(View(sheet=Sheet.TICKET), "t")[1] is Action.INVITE_PHONE
 
 
 def test_s_turns_through_the_orders_of_the_focused_pane_and_says_which():

@@ -1,9 +1,10 @@
-"""What covers the panes when asked for: help, the ticket, all warnings. It does not know what keys do."""
+"""What covers the panes when asked for: help, the ticket, a code for a phone, all warnings. It does not know keys."""
 
 from __future__ import annotations
 
 from textwrap import wrap
 
+from kvasir_node.surfaces.invitation import Invitation
 from kvasir_node.surfaces.panes.content import Content, nothing, rows
 from kvasir_node.surfaces.panes.lines import STRONG, WARN, Line, plain
 from kvasir_node.surfaces.picture import Picture
@@ -17,7 +18,7 @@ HELP = (
     ("s", "another order of the pane's rows"),
     ("l", "log: everything, or warnings only"),
     ("p", "stop lending this machine, and lend again"),
-    ("t", "the ticket: how another machine joins"),
+    ("t", "the ticket: how another machine joins; again: how a phone does"),
     ("w", "all warnings"),
     ("esc", "back"),
     ("q", "leave: a node of this screen finishes its answers and stops"),
@@ -37,6 +38,8 @@ def content(sheet: Sheet, picture: Picture, width: int) -> Content[Line]:
         return rows([((f"{key:<{KEY_CELLS}}", STRONG), (words, "")) for key, words in HELP])
     if sheet is Sheet.TICKET:
         return rows(_ticket(picture.ticket, width))
+    if sheet is Sheet.PHONE:
+        return rows(_phone(picture.invitation, width))
     if not picture.snapshot.warnings:
         return nothing("no warnings")
     return rows(
@@ -49,8 +52,20 @@ def _ticket(ticket: str, width: int) -> list[Line]:
         return [plain("its ticket is not known here: run `kvasir-node ticket` on the node's own machine")]
     head = [plain("Another machine joins this swarm with the command"), plain("")]
     command = _wrapped(f"kvasir-node up --join {ticket}", width, STRONG)
-    tail = "The ticket is a secret: whoever has it may join. `kvasir-node ticket --role worker` makes a lesser one."
+    tail = (
+        "The ticket is a secret: whoever has it may join. `kvasir-node ticket --role worker` makes a lesser one. "
+        "A phone needs none: press t again."
+    )
     return [*head, *command, plain(""), *_wrapped(tail, width, "")]
+
+
+def _phone(invitation: Invitation | None, width: int) -> list[Line]:
+    if invitation is None:
+        return [plain("asking the node ...")]
+    words = [line for text in invitation.words for line in _wrapped(clean(text, 1000), width, "")]
+    if max(map(len, invitation.code), default=0) > width:
+        return [*words, plain(""), plain("make the window wider to see the code for a camera", WARN)]
+    return [*words, plain(""), *(plain(row) for row in invitation.code)]
 
 
 def _wrapped(text: str, width: int, style: str) -> list[Line]:

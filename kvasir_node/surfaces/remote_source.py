@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -113,10 +114,15 @@ class RemoteSource:
         """From the oldest that the node keeps, and after a cut from where it was."""
         last = "0"
         while True:
-            with suppress(httpx.HTTPError, DataError):
+            try:
                 async for name, data in _events(self._client, last):
                     last = name or last
                     self._lines.append(event_line(data))
+            except (httpx.HTTPError, DataError):
+                pass  # `_poll` tells the person
+            except Exception as error:  # whatever a library of HTTP may raise besides: without events the rest goes on
+                at = datetime.now().strftime("%H:%M:%S")
+                self._lines.append(f"{at} warning top: events were cut: {type(error).__name__}: {error}")
             await trio.sleep(RETRY_S)
 
 

@@ -49,6 +49,18 @@ async def test_events_become_lines():
         await until(lambda: any("saturated: 4 busy, 9 waiting" in line for line in source.picture().log))
 
 
+async def test_a_stream_of_events_that_falls_silent_is_opened_again(monkeypatch):
+    monkeypatch.setattr(remote_source, "SILENT_EVENTS_S", 0.2)
+    monkeypatch.setattr(remote_source, "RETRY_S", 0.01)
+    node = FakeNode(settings_with(api__heartbeat_s=60))
+    async with followed(node) as (_, source):
+        await trio.sleep(1.0)
+        node.events.add(LoadChanged("saturated", 4, 9))
+        await until(lambda: any("saturated: 4 busy, 9 waiting" in line for line in source.picture().log))
+        await trio.sleep(0.5)
+        assert sum("saturated" in line for line in source.picture().log) == 1
+
+
 async def test_pausing_goes_to_the_node_and_says_what_came_of_it():
     node = FakeNode(settings_with())
     async with followed(node) as (_, source):

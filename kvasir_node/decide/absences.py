@@ -69,10 +69,14 @@ class Absences:
 
     def lost(self, peer: PeerId, now: float) -> None:
         """Its connection has ended."""
+        self.dismiss(peer, now)
+        self._note(peer, self._record(peer), now)
+
+    def dismiss(self, peer: PeerId, now: float) -> None:
+        """It was not the peer that was away, but we: that counts for nothing."""
         record = self._record(peer)
         record.is_asked = False
         record.judged_at = now
-        self._note(peer, record, now)
 
     def _note(self, peer: PeerId, record: _Record, now: float) -> None:
         limits = self.limits

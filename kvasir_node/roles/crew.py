@@ -61,6 +61,8 @@ ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back by a channel,
 # reaches; the least of each counts, because whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
 FAR_S = 0.005  # beyond it one echo says enough
+AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not away itself
+AWAY_GRACE_S = 10.0
 Ping = Callable[[PeerId], Awaitable[float]]
 """See `Transport.ping`."""
 
@@ -365,8 +367,7 @@ class Crew:
         try:
             took_s = await self._ping(peer)
         except Unreachable as lost:
-            self._absences.lost(peer, trio.current_time())
-            self._counts.excuse(peer, f"was out of reach: {lost}")
+            self._is_lost(peer, f"was out of reach: {lost}")
             self._proven_changed(member.slices)
             return
         if self._here.member(peer) is not member:
@@ -376,6 +377,14 @@ class Crew:
             return
         self._counts.excuse(peer, f"was out of reach for {took_s:.1f} s")
         self._proven_changed(member.slices)
+
+    def _is_lost(self, peer: PeerId, reason: str) -> None:
+        now = trio.current_time()
+        if self._was_away(now - AWAY_GRACE_S, AWAY_S):
+            self._absences.dismiss(peer, now)
+        else:
+            self._absences.lost(peer, now)
+        self._counts.excuse(peer, reason)
 
     def _judge(
         self,
@@ -513,8 +522,7 @@ class Crew:
                 self.ledger.failed(peer, part, trio.current_time(), counts.reason, wrong=True)
             self._counts.warn(peer, "is cut off: %s", reason)
         elif not by_us and member.slices:  # without any it had detached all, as one does that moves to another way
-            self._absences.lost(peer, trio.current_time())
-            self._counts.excuse(peer, f"left without draining: {reason}")
+            self._is_lost(peer, f"left without draining: {reason}")
         with self._times_lock:
             self._times.forget(peer)
             self._slow_since = {key: since for key, since in self._slow_since.items() if key[0] != peer}

@@ -66,6 +66,14 @@ def test_who_stayed_for_a_minute_or_as_long_as_its_last_rest_begins_anew(absence
     assert rests(slow, [0, 10, 20, 210, 700]) == [0, 0, 100, 200, 0]  # 90 s after a rest of 100, 290 after one of 200
 
 
+def test_our_own_absence_counts_for_nothing_and_settles_what_was_asked(absences):
+    for now in range(0, 50, 10):
+        assert absences.late(ANN, now + 0.5)
+        absences.dismiss(ANN, now + 1.0)
+        assert not absences.is_away(ANN, now + 1.0)
+    assert rests(absences, [100, 110]) == [0, 0]
+
+
 def test_a_connection_and_what_goes_over_it_end_in_one_absence(absences):
     assert rests(absences, [0, 0.1, 0.5, 0.9]) == [0, 0, 0, 0]
     assert rests(absences, [10, 20]) == [0, 5]

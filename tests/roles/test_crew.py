@@ -653,6 +653,20 @@ async def test_law_8_proof_ends_when_an_absence_is_longer_than_it_lasts(autojump
     await prove(loop, worker, FIRST)
 
 
+async def test_law_8_a_machine_that_sleeps_often_gives_its_workers_no_rest_for_it(
+    autojump_clock, loop, worker, nursery
+):
+    await prove(loop, worker, FIRST)
+    for _ in range(6):
+        loop.slept_s += 30.0
+        await trio.sleep(0.5)
+        await worker.calls.stream.reset()  # the other end had given us up
+        await worker.stopped.wait()
+        await nursery.start(worker.run)
+        await worker.attach(FIRST)
+        assert loop.crew.proven() == ((worker.peer, FIRST),)
+
+
 async def test_who_moves_to_another_way_in_good_order_is_never_away(autojump_clock, loop, worker, nursery):
     await prove(loop, worker, FIRST)
     for _ in range(6):

@@ -38,8 +38,10 @@ from kvasir_node.wire.blobs import BlobRef, decode_blob_node, encode_blob_node
 from kvasir_node.wire.blocks import decode_answer, decode_want, encode_answer, encode_want
 from kvasir_node.wire.envelope import open_record
 from kvasir_node.wire.guest_pass import GuestPass, PairAsk, PairLink, read_pair_answer, refusal_bytes
+from kvasir_node.wire.hub_proof import HubProofs, with_hub_proof
 from kvasir_node.wire.lists import TableRow
-from kvasir_node.wire.swarm_keys import KEY_BYTES, NAME_BYTES
+from kvasir_node.wire.revocation import make_revocation, read_revocations, write_revocations
+from kvasir_node.wire.swarm_keys import KEY_BYTES, NAME_BYTES, read_secret
 from kvasir_node.wire.tensors import (
     Encoding,
     ExpertRequest,
@@ -73,6 +75,8 @@ MANIFEST = Manifest(
 _MODEL = ModelId(MANIFEST.model)
 _SLICE = SliceId(2, 0, 1)
 _ADDRESS = "/ip4/192.0.2.1/tcp/9481"
+_HUB = PeerId("12D3KooWLShEmUMRzomUQ2kA4V8Gxc42syLYf6L18Jqy6uoVkgCd")
+_KEYS = read_secret(bytes(range(32)))
 
 
 def _manifest(data: bytes) -> None:
@@ -144,6 +148,16 @@ def _ticket(data: bytes) -> None:
     read_ticket(data.decode("utf-8", "replace"))
 
 
+def _hub_proof(data: bytes) -> None:
+    """Only what was proven is opened, whatever else stands around it."""
+    assert HubProofs(lambda: (_KEYS,)).open(_HUB, data) == b"a record"
+
+
+def _revocations(data: bytes) -> None:
+    found = read_revocations(data)
+    assert read_revocations(write_revocations(found)) == found
+
+
 def _pair_link(data: bytes) -> None:
     PairLink.from_text(data.decode("utf-8", "replace"))
 
@@ -193,6 +207,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "verdicts": _message(messages.Verdicts.from_bytes),
     "hub news": _message(messages.HubNews.from_bytes),
     "hub greeting": _message(messages.HubGreeting.from_bytes),
+    "hub proof": _hub_proof,
+    "revocations": _revocations,
     "pair link": _pair_link,
     "pair ask": _message(PairAsk.from_bytes),
     "pair answer": _pair_answer,
@@ -251,6 +267,8 @@ def seeds() -> dict[str, list[bytes]]:
         "renewals": [messages.Renewals((lease, replace(lease, lease="1.2"))).to_bytes()],
         "hub news": [messages.HubNews(17, True, ((PeerId("carl"), _MODEL, _SLICE, 1),)).to_bytes()],
         "hub greeting": [messages.HubGreeting(17).to_bytes()],
+        "hub proof": [with_hub_proof((_KEYS,), _HUB, b"a record")],
+        "revocations": [write_revocations([make_revocation(_KEYS, _HUB, 17, is_revoked=True)])],
         "pair link": [PairLink(bytes(16), PeerId("12D3KooW"), (f"{_ADDRESS}/ws",)).to_text().encode()],
         "pair ask": [PairAsk(bytes(16), "a telephone").to_bytes()],
         "pair answer": [

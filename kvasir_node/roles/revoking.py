@@ -28,11 +28,11 @@ from kvasir_node.wire.revocation import (
     read_revocations,
     write_revocations,
 )
-from kvasir_node.wire.swarm_keys import SwarmKeys
+from kvasir_node.wire.swarm_keys import NAME_BYTES, SwarmKeys
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "revoked.cbor"
+FILE_NAME = "revoked.cbor"  # the swarm's name (10 bytes), then a set of revocations
 REVOCATIONS_PROTOCOL = "/kvasir/revocations/1.0.0"  # u32 length, a set of revocations; no answer
 TELL_S = 5.0  # one member
 FORGED_MAX = 32  # in one set: a check costs 0.1 ms, and who has only an older secret tells what that one signed
@@ -42,7 +42,7 @@ Keys = Callable[[], Sequence[SwarmKeys]]
 
 
 class Revocations:
-    """All that this node knows, kept in the data directory. `keys` tells the secrets that count now."""
+    """All that this node knows of its swarm, kept in the data directory. `keys` tells the secrets that count now."""
 
     def __init__(self, path: Path, keys: Keys, wall: Callable[[], float] = time.time) -> None:
         """Blocks on the disk. Who has the whole secret signs anew what an older one signed."""
@@ -58,8 +58,11 @@ class Revocations:
                 self._known[each.peer] = each
 
     def _read(self) -> tuple[Revocation, ...]:
+        """None of another swarm, in which this node was before."""
         try:
-            return read_revocations(self._path.read_bytes()[: REVOCATIONS_BYTES_MAX + 1])
+            content = self._path.read_bytes()[: NAME_BYTES + REVOCATIONS_BYTES_MAX + 1]
+            is_ours = content[:NAME_BYTES] == self._keys()[0].name
+            return read_revocations(content[NAME_BYTES:]) if is_ours else ()
         except FileNotFoundError:
             return ()
         except (OSError, Misbehaved) as error:
@@ -125,7 +128,7 @@ class Revocations:
     def _write(self) -> None:
         draft = self._path.with_suffix(".tmp")
         try:
-            draft.write_bytes(write_revocations(self._known.values()))
+            draft.write_bytes(self._keys()[0].name + write_revocations(self._known.values()))
             draft.replace(self._path)
         except OSError as error:
             logger.warning("who is shut out cannot be kept in %s: %s", self._path, error.strerror)

@@ -149,8 +149,9 @@ def _blocks(settings: Settings) -> Check:
     """Some of what lies on the disk is compared with its content address, each time some other."""
     from kvasir_node.roles.library import open_library
 
+    nothing = Check("blocks", OK, "nothing has been fetched or added yet")
     if not data_dir_of(settings).exists():
-        return Check("blocks", OK, "nothing has been fetched or added yet")
+        return nothing
     looked, damaged, chance = 0, [], random.Random()
     try:
         store, catalog = open_library(settings)
@@ -171,4 +172,6 @@ def _blocks(settings: Settings) -> Check:
             f"{len(damaged)} of {looked} blocks looked at are damaged: {clean(', '.join(dict.fromkeys(damaged)), 200)}"
         )
         return Check("blocks", FAIL, says, "run `kvasir-node verify`, which fetches them again; look after the disk")
+    if not looked:
+        return nothing
     return Check("blocks", OK, f"{counted(looked, 'block')} looked at, all as their addresses promise")

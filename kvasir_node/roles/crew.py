@@ -516,6 +516,7 @@ class Crew:
     def lost(self, member: Member, reason: str, *, by_us: bool, wrong: bool) -> None:
         """A stream ended; unless by what the worker sent, that is an absence, which its proof outlives."""
         peer = member.peer
+        self._absences.dismiss(peer, trio.current_time())  # whatever its connection was being asked
         if wrong:
             counts = self._counts.fault(peer, reason)
             for part in member.slices:

@@ -25,6 +25,7 @@ LINE = {"delay_ms": 20, "rate_mbit": 20}
 LOSSY = {**LINE, "loss": 0.01}
 FIRST_S = 120.0  # to begin with; the figures tell how long it took
 LOOK_S = 0.2
+CALM_S = 61.0  # who was away again and again rests (decide/absences); each test is about the first time
 RUNS = 5
 NETLINK_NETFILTER, DELETE_TRACKED = 12, 1 << 8 | 2  # linux/netlink.h, nfnetlink_conntrack.h: IPCTNL_MSG_CT_DELETE
 
@@ -73,6 +74,7 @@ def path_to_worker(homes: Homes) -> str:
 def survived(homes: Homes, capsys, what: str) -> Iterator[None]:
     """What happens inside costs no answer, no proof and no trial; prints how long the worker then took to be back."""
     tried, failures = all_proven(homes), worker_of(homes)["failures"]
+    time.sleep(CALM_S)
     answered = homes.burst.answered
     yield
     took_s = seconds_until(lambda: path_to_worker(homes) and worker_of(homes)["slices"])

@@ -24,11 +24,11 @@ from fanout_fakes import (
 from kvasir_node.base.errors import CallTimeout, DataError, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import ModelId, SliceId, cid_of
 from kvasir_node.base.settings import FanoutSettings
-from kvasir_node.net.memory_net import SILENCE_S, open_memory_network
+from kvasir_node.net.memory_net import SILENCE_S, Link, open_memory_network
 from kvasir_node.roles.crew import MORE_TIME_MAX, REFUSALS_MAX, SLOW_FORGET_S
 from kvasir_node.roles.peer_counts import TOUCHED_MAX
 from kvasir_node.roles.trials import TrialScope, trial_request
-from kvasir_node.wire.messages import ExpertsMethod
+from kvasir_node.wire.messages import Attachment, ExpertsMethod
 from kvasir_node.wire.tensors import answer_parts
 
 FIRST, SECOND, OTHER_LAYER = SliceId(0, 0, 3), SliceId(0, 4, 7), SliceId(1, 0, 3)
@@ -651,6 +651,27 @@ async def test_law_8_proof_ends_when_an_absence_is_longer_than_it_lasts(autojump
     await worker.attach(FIRST)
     assert loop.crew.proven() == ()
     await prove(loop, worker, FIRST)
+
+
+async def test_who_leaves_in_good_order_while_its_connection_is_being_asked_is_not_away_for_ever(
+    autojump_clock, loop, worker, network, nursery
+):
+    await prove(loop, worker, FIRST)
+    worker.silent = True
+    network.set_link(loop.transport.peer_id, worker.peer, Link(latency_s=1.0))
+    await late(loop, loop.call(worker.peer, FIRST))
+    await trio.sleep(0.1)
+    assert loop.crew.proven() == ()
+    member = loop.crew._here.member(worker.peer)
+    loop.crew._here._detach(member, Attachment(MODEL, "float32", (FIRST,)))
+    loop.crew._here.lose(member, "it moved")
+    await worker.stopped.wait()
+    network.set_link(loop.transport.peer_id, worker.peer, Link())
+    await nursery.start(worker.run)
+    await worker.attach(FIRST)
+    assert loop.crew.proven() == ((worker.peer, FIRST),)
+    await trio.sleep(5)
+    assert loop.crew.proven() == ((worker.peer, FIRST),)
 
 
 async def test_law_8_a_machine_that_sleeps_often_gives_its_workers_no_rest_for_it(

@@ -43,11 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PhoneInvite:
-    """`link` stands behind # in the page's URL; `host` is where this machine is reached on its network."""
+    """`link` stands behind # in the page's URL; `host` is where this machine is reached on its network; `is_local` =
+    the node listens for this machine alone."""
 
     link: str
     host: str
     expires_s: float
+    is_local: bool
 
 
 class Pairing:
@@ -90,7 +92,8 @@ class Pairing:
         code = secrets.token_bytes(CODE_BYTES)
         self._codes.issue(_digest(code), trio.current_time() + expires_s)
         logger.info("a code for one page was made; it serves for %.0f s", expires_s)
-        return PhoneInvite(PairLink(code, self._peer_id, tuple(own)).to_text(), host, expires_s)
+        link = PairLink(code, self._peer_id, tuple(own)).to_text()
+        return PhoneInvite(link, host, expires_s, is_local=host_is_loopback(own[0]))
 
     async def serve(self, stream: Stream) -> None:
         """One page's ask. Cancel-safety: the stream must be reset; a code that was used stays used by that peer."""

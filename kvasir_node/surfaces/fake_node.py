@@ -56,6 +56,7 @@ class FakeInvite:
     link: str
     host: str
     expires_s: float
+    is_local: bool = False
 
 
 FAKE_CARD = FakeCard("bafyreifakemodel", "demo", 1_700_000_000)
@@ -86,6 +87,7 @@ class FakeNode:
         self._places = trio.Semaphore(self._settings.coordinator.slots)
         self._draining = False
         self.invited = 0
+        self.invite_is_local = False
         self._open = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -120,7 +122,8 @@ class FakeNode:
         if expires_s is not None and not 10 <= expires_s <= 86_400:
             raise UsageError(f"a code serves from 10 s to 24 h; got {expires_s:g} s", param="expires_s")
         self.invited += 1
-        return FakeInvite(f"kvasirp1fake{self.invited}", "192.0.2.7", 600.0 if expires_s is None else expires_s)
+        serves_s = 600.0 if expires_s is None else expires_s
+        return FakeInvite(f"kvasirp1fake{self.invited}", "192.0.2.7", serves_s, self.invite_is_local)
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards

@@ -18,6 +18,10 @@ PHONE_SCHEMA = "kvasir.phone/1"
 _ONLY_HERE = (
     "this page is served to this machine alone; for phones start the node with --phone 0.0.0.0:9482 (phone.listen)"
 )
+_NODE_ONLY_HERE = (
+    "the node itself listens on loopback alone, so a phone gets the page and nothing more; start it with --listen "
+    "/ip4/0.0.0.0/tcp/9481 (network.listen)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class PhoneDoor:
         invite = node.invite_phone(expires_s)
         host = invite.host if is_wildcard_host(self.served_at.host) else self.served_at.host
         place = Address(host, self.served_at.port)
-        warnings = [_ONLY_HERE] * place.is_loopback + [NOT_BUILT] * (not self.page.is_built)
+        warnings = [_ONLY_HERE] * place.is_loopback + [_NODE_ONLY_HERE] * (invite.is_local and not place.is_loopback)
+        warnings += [NOT_BUILT] * (not self.page.is_built)
         url = f"{place.url}{PAGE_PATH}#{invite.link}"
         return {"schema": PHONE_SCHEMA, "url": url, "expires_s": invite.expires_s, "warnings": warnings}

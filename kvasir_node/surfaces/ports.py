@@ -33,7 +33,8 @@ class ModelCard(Protocol):
 
 
 class PhoneInvite(Protocol):
-    """`link` stands behind # in the page's URL; `host` is where this machine is reached on its network."""
+    """`link` stands behind # in the page's URL; `host` is where this machine is reached on its network; `is_local` =
+    the node listens for this machine alone."""
 
     @property
     def link(self) -> str: ...
@@ -43,6 +44,9 @@ class PhoneInvite(Protocol):
 
     @property
     def expires_s(self) -> float: ...
+
+    @property
+    def is_local(self) -> bool: ...
 
 
 AnswerEvents = AsyncIterator[AnswerEvent]

@@ -77,6 +77,12 @@ async def test_a_link_says_where_the_page_dials_the_best_way_first(autojump_cloc
         link = PairLink.from_text(invite.link)
         assert link.addresses == (f"{lan}/ws", f"{bridge}/ws", f"{own}/ws")
         assert (link.peer, invite.host, invite.expires_s) == (node.peer_id, "192.0.2.7", CODE_S)
+        assert not invite.is_local
+
+
+async def test_a_node_that_listens_for_its_own_machine_alone_says_so(autojump_clock):
+    async with one_node(addresses=("/ip4/127.0.0.1/tcp/9481",)) as (_, _, pairing, _):
+        assert pairing.invite().is_local
 
 
 async def test_a_node_that_listens_nowhere_invites_nobody(autojump_clock):

@@ -182,6 +182,9 @@ def test_the_url_is_one_that_a_phone_reaches(built, tmp_path):
     assert url("[2001:db8::1]:9482")["url"].startswith("http://[2001:db8::1]:9482/phone#")
     assert "phone.listen" in url("127.0.0.1:9480")["warnings"][0]
     assert url("0.0.0.0:9482", PhonePage(tmp_path / "nowhere"))["warnings"] == [NOT_BUILT]
+    node.invite_is_local = True
+    assert "network.listen" in url("0.0.0.0:9482")["warnings"][0]
+    assert len(url("127.0.0.1:9480")["warnings"]) == 1
     with pytest.raises(UsageError, match="serves no page for phones"):
         url(None)
 

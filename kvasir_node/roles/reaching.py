@@ -36,7 +36,6 @@ from kvasir_node.net.hello import MemberJoined, Membership
 from kvasir_node.net.libp2p_host import Libp2pTransport
 from kvasir_node.net.reach_probe import Own, ReachProbe
 from kvasir_node.net.relay import Relay
-from kvasir_node.net.upnp import SSDP_GROUP
 from kvasir_node.roles.port_mapping import Mapping, PortMapping
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,8 @@ class Reaching:
         *,
         is_hub: bool,
         moved: Callable[[], None] = lambda: None,
-        group: tuple[str, int] = SSDP_GROUP,
     ) -> None:
-        """`moved` is called when others should be told new addresses of ours; routers are searched for at `group`."""
+        """`moved` is called when others should be told new addresses of ours."""
         self._transport = transport
         self._hubs = hubs
         self._moved = moved
@@ -83,22 +81,22 @@ class Reaching:
         self._is_hub = is_hub
         self.hairpin = "unknown"  # as NetSnapshot has it
         self._hairpin_at = ""
-        self._router = self._port_mapping(group) if settings.upnp == "auto" else None
+        self._router = self._port_mapping() if settings.upnp == "auto" else None
 
-    def _port_mapping(self, group: tuple[str, int]) -> PortMapping | None:
+    def _port_mapping(self) -> PortMapping | None:
         """None where no port is open to other machines over IPv4, so that there is none to be mapped."""
         bound = [(host, port) for host, port in self._transport.bound() if ":" not in host and not is_loopback_ip(host)]
         if not bound:
             return None
         port, rng = bound[0][1], random.Random(self._transport.peer_id)
-        return PortMapping(port, self._lan_hosts, self._wants_mapping, self._mapping_changed, rng, group)
+        return PortMapping(port, self._lan_hosts, self._wants_mapping, self._mapping_changed, rng)
 
     def _lan_hosts(self) -> list[str]:
         hosts = {host_of(each) for each in self._transport.listening()}
         return sorted(host for host in hosts if ":" not in host and is_lan(host) and not is_loopback_ip(host))
 
     def _wants_mapping(self) -> bool:
-        return self._mind.wants_mapping(is_hub=self._is_hub)
+        return self._mind.wants_mapping(is_hub=self._is_hub) and bool(self._lan_hosts())
 
     def _mapping_changed(self) -> None:
         self._mind.moved(trio.current_time())

@@ -16,6 +16,7 @@ from kvasir_node.surfaces.words import clean, counted
 
 Document = Mapping[str, Any]
 CLOCK_WRONG_S = 2.0  # worth a word: logs and times on screens are off
+_NO_UPNP = "not asked for: it is switched off (network.upnp), or no port is open to other machines over IPv4"
 _NO_NODE = "no node runs here, so this is not known"
 
 
@@ -71,7 +72,7 @@ def _upnp(net: Document) -> Check:
     if state == "failed":
         remedy = "switch UPnP on in the router, or forward the port of network.listen (TCP) to this machine there"
         return Check("upnp", WARN, f"no port of the router is open for this node: {says}", remedy)
-    return Check("upnp", OK, "not asked for (network.upnp)" if state == "off" else "not needed")
+    return Check("upnp", OK, _NO_UPNP if state == "off" else "not needed")
 
 
 def _hairpin(net: Document) -> Check:

@@ -116,3 +116,31 @@ def test_no_text_of_a_prompt_or_an_answer_is_in_the_log_at_any_level(running, ur
     lines = (folder / "node.log").read_text()
     assert CANARY not in lines
     assert said.strip()[:20] not in lines
+
+
+def test_what_a_request_did_is_in_events_requests_experts_and_metrics(url):
+    answer = complete(url, max_tokens=6).json()
+    number, pairs = answer["kvasir"]["request"], answer["kvasir"]["local_pairs"]
+    listed = httpx.get(f"{url}/kvasir/v1/requests").json()
+    (ended,) = (each for each in listed["recent"] if each["request"] == number)
+    assert (ended["outcome"], ended["answer_tokens"], ended["local_pairs"]) == ("length", 6, pairs)
+    events = []
+    with httpx.stream("GET", f"{url}/kvasir/v1/events", headers={"last-event-id": "0"}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line[6:]))
+                if (events[-1]["type"], events[-1].get("request")) == ("request.ended", number):
+                    break
+    assert [each["type"] for each in events if each.get("request") == number] == ["request.started", "request.ended"]
+    assert {key: events[-1][key] for key in ended} == ended
+    status, experts = (httpx.get(f"{url}/kvasir/v1/{name}").json() for name in ("status", "experts"))
+    model = status["model"]
+    assert (experts["model"]["id"], len(experts["layers"])) == (model["id"], model["layers"])
+    assert {layer["where"] for layer in experts["layers"]} == {"h" * model["experts_per_layer"]}
+    assert max(use for layer in experts["layers"] for use in layer["use"]) == 100
+    metrics = httpx.get(f"{url}/metrics").text
+    samples = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert int(samples['kvasir_tokens_total{kind="answer"}']) == status["throughput"]["tokens_total"]
+    assert int(samples['kvasir_requests_total{finish_reason="length"}']) >= 1
+    assert int(samples["kvasir_time_to_first_token_seconds_count"]) >= 1
+    assert int(samples["kvasir_inter_token_latency_seconds_count"]) >= 5

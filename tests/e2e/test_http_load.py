@@ -91,3 +91,4 @@ def test_two_hundred_readers_get_every_token_beside_a_hundred_who_read_nothing(t
     assert set(bodies) <= {"413", "cut"}
     assert most - before < MEMORY_MAX
     assert ended_s < DRAIN_S
+    assert median_ms <= 50

@@ -61,6 +61,36 @@ async def test_an_endless_upload_gets_its_answer_and_is_cut():
         assert (await served.client.get("/health")).status_code == 200
 
 
+async def test_those_who_read_get_everything_beside_those_who_do_not():
+    """Answers are larger than what the system buffers, so the others are stuck; the end does not wait for them."""
+    node = FakeNode(settings_with(coordinator__slots=12), pieces=["x" * 400_000] * 20)
+    lengths: list[int] = []
+
+    async def read_all(url: str) -> None:
+        length = 0
+        async with await connect(url) as stream:
+            await stream.send_all(head(CHAT, "connection: close", f"content-length: {len(BODY)}") + BODY)
+            async for part in stream:
+                length += len(part)
+        lengths.append(length)
+
+    async with serve(node, grace_s=0.2) as served:
+        stuck = [await connect(served.url) for _ in range(6)]
+        for stream in stuck:
+            await stream.send_all(head(CHAT, f"content-length: {len(BODY)}") + BODY)
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(read_all, served.url)
+        assert (await served.client.get("/kvasir/v1/status")).status_code == 200
+        await until(lambda: node.busy == 0)
+        ended_at = trio.current_time()
+    assert trio.current_time() - ended_at < 5.0
+    assert len(lengths) == 6
+    assert min(lengths) > 20 * 400_000
+    for stream in stuck:
+        await stream.aclose()
+
+
 PULL = json.dumps({"model": "demo"}).encode()
 
 

@@ -153,7 +153,7 @@ class LoneCoordinator:
                     await self.calls[peer].notify(int(ExpertsMethod.STANDING), standing)
             elif method == ExpertsMethod.DETACH:
                 for part in Attachment.from_bytes(body).slices:
-                    self.attached[peer].pop(part, None)
+                    self.attached.get(peer, {}).pop(part, None)
             return (b"",)
 
         self.calls[peer] = CallStream(stream, handler=handle, in_flight_max=8, body_bytes_max=BODY_BYTES_MAX)

@@ -8,30 +8,45 @@ from phone_swarm import Browser, Load, Terminal, forced_swarm, invite, wait_unti
 PAGE = "Linux, Chrome"
 
 
+@pytest.fixture(scope="module")
+def busy_swarm(tmp_path_factory):
+    """A node whose work is shared at any loss, and requests that never stop; at the end none of them was wrong."""
+    with forced_swarm(tmp_path_factory.mktemp("swarm")) as main:
+        with Load(main) as load:
+            yield main
+        assert load.answered > 0
+        assert not load.bad
+
+
 def serves(main, name):
     worker = workers_of(main).get(name)
     return worker is not None and worker["state"] == "proven" and worker["calls"] > 5 and worker["failures"] == 0
 
 
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "ws"])
+def test_a_guest_in_node_joins_serves_and_leaves(phone_packages, busy_swarm, tmp_path, tcp):
+    name = "over tcp" if tcp else "over ws"
+    with Terminal(phone_packages, tmp_path, busy_swarm, 1 + tcp, tcp=tcp) as terminal:
+        wait_until(lambda: serves(busy_swarm, name), f"a guest {name} serves")
+        assert terminal.leave() == 0
+        assert terminal.told[-1]["fetchedBytes"] > 1_000_000
+
+
 @pytest.mark.timeout(180)
-def test_guests_join_serve_and_leave_and_no_token_changes(phone_packages, built_page, tmp_path):
-    with forced_swarm(tmp_path) as main, Load(main) as load:
-        for seed, tcp in ((1, True), (2, False)):
-            name = "over tcp" if tcp else "over ws"
-            with Terminal(phone_packages, tmp_path, main, seed, tcp=tcp) as terminal:
-                wait_until(lambda name=name: serves(main, name), f"a guest {name} serves")
-                assert terminal.leave() == 0
-                assert terminal.told[-1]["fetchedBytes"] > 1_000_000
-        with Browser(phone_packages, tmp_path / "profile") as browser:
-            browser("open", invite(main))
-            browser.wait_for(lambda shown: "serving" in shown["stages"] and shown["rows"] != "0", "the page serves")
-            wait_until(lambda: serves(main, PAGE), "the coordinator counts on the page")
-            shown = browser("look")
-            assert shown["state"] == "Computing"
-            assert "#" not in shown["url"]
-            browser("click", "leave")
-            browser.wait_for(lambda shown: shown["joined"] == "Left" and shown["words"] == "", "the page has left")
-            assert not browser("problems")
-        assert workers_of(main)[PAGE]["failures"] == 0
-    assert load.answered > 0
-    assert not load.bad
+def test_the_page_joins_serves_rests_and_leaves(phone_packages, built_page, busy_swarm, tmp_path):
+    with Browser(phone_packages, tmp_path / "profile") as browser:
+        browser("open", invite(busy_swarm))
+        browser.wait_for(lambda shown: "serving" in shown["stages"] and shown["rows"] != "0", "the page serves")
+        wait_until(lambda: serves(busy_swarm, PAGE), "the coordinator counts on the page")
+        shown = browser("look")
+        assert shown["state"] == "Computing"
+        assert "#" not in shown["url"]  # the code has served
+        browser("hide", True)
+        browser.wait_for(lambda shown: not shown["stages"] and shown["state"] == "Resting", "a hidden page rests")
+        browser("hide", False)
+        browser.wait_for(lambda shown: "serving" in shown["stages"], "a page that is seen again goes on")
+        assert browser("look")["reused"] != "0.0 MB"
+        browser("click", "leave")
+        browser.wait_for(lambda shown: shown["joined"] == "Left" and shown["words"] == "", "the page has left")
+        assert not browser("problems")
+    assert workers_of(busy_swarm).get(PAGE, {"failures": 0})["failures"] == 0

@@ -112,7 +112,7 @@ class PageNode {
     await this.leave()
     for (const name of ['pass', 'seed', 'slices']) await this.database.delete(name)
     const disk = this.database.blocks()
-    await disk.delete([...(await disk.list()).keys()])
+    await disk.write({ blocks: new Map(), metas: new Map(), deleted: [...(await disk.list()).keys()] })
     this.turn('needs code', 'Everything is forgotten. Scan a new code to help again.')
   }
 

@@ -15,7 +15,7 @@ export interface Sums { readonly values: Float32Array, readonly computedS: numbe
 export interface Compute {
   /** Bytes of weights that may be held at most. */
   readonly bytesMax: number
-  /** Experts of one slice go together: what is small lies in one place. Rejects with DataError, CapacityError. */
+  /** `place` is one of `places`. The file's buffer is given away. Rejects with DataError, CapacityError. */
   readonly load: (shard: string, sizes: ExpertSizes, blob: ExpertBlob, place: number) => Promise<void>
   /** Where the experts of a slice of so many bytes should lie, one number for each. */
   readonly places: (count: number, bytes: number) => number[]

@@ -54,7 +54,7 @@ export class ComputePool implements Compute {
     this.held.set(key, { place, bytes })
     this.bytes[place]! += bytes
     try {
-      await this.send(place, id => ({ kind: 'load', id, shard, sizes, blob }), [])
+      await this.send(place, id => ({ kind: 'load', id, shard, sizes, blob }), [blob.file.buffer as ArrayBuffer])
     } catch (error) {
       this.forget(key)
       throw error

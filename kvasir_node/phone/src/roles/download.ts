@@ -147,7 +147,7 @@ class Download {
 export async function readBlock (tools: DownloadTools, cid: Cid): Promise<Uint8Array> {
   const block = await tools.store.get(cid)
   if (block !== undefined && equal(await tools.sha256(block), digestOf(cid))) return block
-  await tools.store.drop(cid)
+  tools.store.drop(cid)
   throw new DataError(`block ${cid} is not here, or was damaged and dropped; fetch it again`)
 }
 

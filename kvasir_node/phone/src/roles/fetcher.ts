@@ -46,11 +46,10 @@ async function blocksOf (tools: DownloadTools, blob: BlobRef): Promise<Cid[]> {
   return isNode(blob) ? decodeBlobNode(await readBlock(tools, blob.cid), blob) : [blob.cid]
 }
 
-/** A whole blob, every block verified. Rejects with DataError. */
+/** A whole blob in memory of its own, every block verified. Rejects with DataError. */
 export async function readBlob (tools: DownloadTools, blob: BlobRef): Promise<Uint8Array> {
-  const blocks: Uint8Array[] = []
-  for (const cid of await blocksOf(tools, blob)) blocks.push(await readBlock(tools, cid))
+  const blocks = await Promise.all((await blocksOf(tools, blob)).map(async cid => await readBlock(tools, cid)))
   const bytes = blocks.reduce((sum, block) => sum + block.length, 0)
   if (bytes !== blob.size) throw new DataError(`blob ${blob.cid} has ${bytes} of the ${blob.size} bytes that were promised`)
-  return blocks.length === 1 ? blocks[0]! : concat(blocks)
+  return concat(blocks)
 }

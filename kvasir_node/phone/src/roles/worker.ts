@@ -1,6 +1,6 @@
 // The worker: carries out what decide/placement.ts decides, and computes experts for coordinators. It pulls: it asks
 // hubs, fetches, connects out, and leaves when its lease ends. kvasir_node/roles/worker.py is the same elsewhere.
-import { CapacityError, DataError, KvasirError, Misbehaved, PeerError } from '../base/errors.js'
+import { CapacityError, DataError, KvasirError, Misbehaved, PeerError, wordsOf } from '../base/errors.js'
 import { type PeerId, sliceText } from '../base/ids.js'
 import { type Assignment, type Command, type Event, Placement, type Stage } from '../decide/placement.js'
 import { weightsBytes } from '../model/expertFile.js'
@@ -217,7 +217,7 @@ export class Worker {
       progress: () => { this.advance(assignment.lease); this.tools.changed() }
     })
     this.fetched.set(assignment.lease, fetched)
-    await this.tools.onDisk.note(assignment)
+    this.tools.store.flush().then(async () => { await this.tools.onDisk.note(assignment) }, (error: unknown) => { this.tools.log(wordsOf(error)) })
   }
 
   private async load (assignment: Assignment, signal: AbortSignal): Promise<void> {

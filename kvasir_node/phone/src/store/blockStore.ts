@@ -1,22 +1,36 @@
 // Blocks by content address, kept within a quota: what nothing pins makes room, the longest unused first.
-// It does not know where bytes lie: that is `BlockDisk`, in IndexedDB for a page and in memory for tests.
+// It does not know where bytes lie: that is `BlockDisk`, in IndexedDB for a page and in memory for tests. Blocks are
+// written behind the back of whoever brings them, many at once: a browser takes as long for one as for eight.
 import { CapacityError } from '../base/errors.js'
 import type { Cid } from '../base/ids.js'
 
+const UNWRITTEN_BYTES_MAX = 32 << 20 // who brings more waits for the disk
+
 export interface BlockMeta { readonly size: number, usedAt: number }
 
-/** Where blocks lie. `put` rejects with CapacityError where there is no room. */
+/** What is to be changed at once, or not at all. */
+export interface Changes {
+  readonly blocks: ReadonlyMap<Cid, Uint8Array>
+  readonly metas: ReadonlyMap<Cid, BlockMeta>
+  readonly deleted: readonly Cid[]
+}
+
+/** Where blocks lie. `write` rejects with CapacityError where there is no room. */
 export interface BlockDisk {
   readonly list: () => Promise<Map<Cid, BlockMeta>>
   readonly get: (cid: Cid) => Promise<Uint8Array | undefined>
-  readonly put: (cid: Cid, block: Uint8Array, meta: BlockMeta) => Promise<void>
-  readonly touch: (cid: Cid, meta: BlockMeta) => Promise<void>
-  readonly delete: (cids: readonly Cid[]) => Promise<void>
+  readonly write: (changes: Changes) => Promise<void>
 }
 
 export class BlockStore {
   private bytes = 0
   private readonly pins = new Map<string, Set<Cid>>() // by owner
+  private readonly unwritten = new Map<Cid, Uint8Array>() // until the disk has them
+  private unwrittenBytes = 0
+  private readonly touched = new Set<Cid>()
+  private readonly deleted = new Set<Cid>()
+  private writing: Promise<void> | undefined
+  private failure: unknown // of the disk, for whoever brings the next block
 
   private constructor (private readonly disk: BlockDisk, private readonly known: Map<Cid, BlockMeta>, private readonly bytesMax: number, private readonly now: () => number) {
     for (const meta of known.values()) this.bytes += meta.size
@@ -37,35 +51,72 @@ export class BlockStore {
   async get (cid: Cid): Promise<Uint8Array | undefined> {
     const meta = this.known.get(cid)
     if (meta === undefined) return undefined
-    const block = await this.disk.get(cid)
+    const block = this.unwritten.get(cid) ?? await this.disk.get(cid)
     if (block === undefined) { // the browser cleared it
       this.forget(cid)
       return undefined
     }
     meta.usedAt = this.now()
-    await this.disk.touch(cid, meta)
+    this.touched.add(cid) // goes along with the next write: a lost one costs little
     return block
   }
 
-  /** Keeps a block that was verified. Rejects with CapacityError when what is pinned leaves no room. */
+  /** Keeps a block that was verified. Rejects with CapacityError when what is pinned leaves no room, or the disk has none. */
   async put (cid: Cid, block: Uint8Array): Promise<void> {
     if (this.known.has(cid)) return
-    await this.makeRoom(block.length)
-    const meta = { size: block.length, usedAt: this.now() }
-    this.known.set(cid, meta)
-    this.bytes += meta.size
-    try {
-      await this.disk.put(cid, block, meta)
-    } catch (error) {
-      this.forget(cid)
-      throw error
-    }
+    this.makeRoom(block.length)
+    this.known.set(cid, { size: block.length, usedAt: this.now() })
+    this.bytes += block.length
+    this.deleted.delete(cid)
+    this.unwritten.set(cid, block)
+    this.unwrittenBytes += block.length
+    const writing = this.write()
+    if (this.unwrittenBytes > UNWRITTEN_BYTES_MAX) await writing
+    this.throwFailure()
   }
 
-  async drop (cid: Cid): Promise<void> {
+  /** Returns when the disk has all that was put. Rejects with CapacityError. */
+  async flush (): Promise<void> {
+    while (this.unwritten.size > 0 || this.deleted.size > 0) await this.write()
+    this.throwFailure()
+  }
+
+  drop (cid: Cid): void {
     if (!this.known.has(cid)) return
     this.forget(cid)
-    await this.disk.delete([cid])
+    this.deleted.add(cid)
+  }
+
+  private throwFailure (): void {
+    const { failure } = this
+    this.failure = undefined
+    if (failure !== undefined) throw failure
+  }
+
+  /** One write at a time; what comes meanwhile goes with the next one. */
+  private async write (): Promise<void> {
+    this.writing ??= this.writeAll().finally(() => { this.writing = undefined })
+    await this.writing
+  }
+
+  private async writeAll (): Promise<void> {
+    while (this.unwritten.size > 0 || this.deleted.size > 0) {
+      const blocks = new Map(this.unwritten)
+      const deleted = [...this.deleted]
+      const metas = new Map([...blocks.keys(), ...this.touched].flatMap(cid => {
+        const meta = this.known.get(cid)
+        return meta === undefined ? [] : [[cid, meta] as const]
+      }))
+      this.touched.clear()
+      this.deleted.clear()
+      try {
+        await this.disk.write({ blocks, metas, deleted })
+      } catch (error) {
+        this.failure = error
+        for (const cid of blocks.keys()) this.forget(cid)
+      }
+      for (const [cid, block] of blocks) if (this.unwritten.delete(cid)) this.unwrittenBytes -= block.length
+    }
   }
 
   /** What an owner needs makes no room for others until `unpin`. */
@@ -77,29 +128,25 @@ export class BlockStore {
     this.pins.delete(owner)
   }
 
-  async clear (): Promise<void> {
-    await this.disk.delete([...this.known.keys()])
-    this.known.clear()
-    this.bytes = 0
-  }
-
-  private async makeRoom (size: number): Promise<void> {
+  private makeRoom (size: number): void {
     if (this.bytes + size <= this.bytesMax) return
     const pinned = new Set([...this.pins.values()].flatMap(cids => [...cids]))
     const loose = [...this.known].filter(([cid]) => !pinned.has(cid)).sort(([, a], [, b]) => a.usedAt - b.usedAt)
-    const evicted: Cid[] = []
     for (const [cid] of loose) {
       if (this.bytes + size <= this.bytesMax) break
-      this.forget(cid)
-      evicted.push(cid)
+      this.drop(cid)
     }
-    if (evicted.length > 0) await this.disk.delete(evicted)
     if (this.bytes + size > this.bytesMax) throw new CapacityError(`no room for a block of ${size} bytes: ${this.bytes} of ${this.bytesMax} are in use`)
   }
 
   private forget (cid: Cid): void {
     this.bytes -= this.known.get(cid)?.size ?? 0
     this.known.delete(cid)
+    const block = this.unwritten.get(cid)
+    if (block !== undefined) {
+      this.unwritten.delete(cid)
+      this.unwrittenBytes -= block.length
+    }
   }
 }
 
@@ -109,8 +156,9 @@ export function memoryDisk (): BlockDisk {
   return {
     list: async () => new Map([...blocks].map(([cid, block]) => [cid, { size: block.length, usedAt: 0 }])),
     get: async cid => blocks.get(cid),
-    put: async (cid, block) => { blocks.set(cid, block.slice()) },
-    touch: async () => {},
-    delete: async cids => { for (const cid of cids) blocks.delete(cid) }
+    write: async changes => {
+      for (const cid of changes.deleted) blocks.delete(cid)
+      for (const [cid, block] of changes.blocks) blocks.set(cid, block.slice())
+    }
   }
 }

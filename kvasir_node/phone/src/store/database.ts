@@ -51,18 +51,12 @@ export class Database {
         return new Map(cids.map((cid, place) => [cid as Cid, values[place]!]))
       },
       get: async cid => await settled<Uint8Array | undefined>(this.db.transaction(BLOCKS).objectStore(BLOCKS).get(cid)),
-      put: async (cid, block, meta) => {
+      write: async ({ blocks, metas, deleted }) => {
         await this.write([BLOCKS, METAS], transaction => {
-          transaction.objectStore(BLOCKS).put(block.slice(), cid) // of its own: a view would take its whole buffer along
-          transaction.objectStore(METAS).put(meta, cid)
-        })
-      },
-      touch: async (cid, meta) => {
-        await this.write([METAS], transaction => { transaction.objectStore(METAS).put(meta, cid) })
-      },
-      delete: async cids => {
-        await this.write([BLOCKS, METAS], transaction => {
-          for (const cid of cids) for (const store of [BLOCKS, METAS]) transaction.objectStore(store).delete(cid)
+          const [blockStore, metaStore] = [transaction.objectStore(BLOCKS), transaction.objectStore(METAS)]
+          for (const cid of deleted) for (const store of [blockStore, metaStore]) store.delete(cid)
+          for (const [cid, block] of blocks) blockStore.put(block.slice(), cid) // a view would take its whole buffer along
+          for (const [cid, meta] of metas) metaStore.put(meta, cid)
         })
       }
     }

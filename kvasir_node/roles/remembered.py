@@ -63,8 +63,9 @@ class Remembered:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow)
             while True:
-                connected = self._membership.members()
-                has_hub = any(hub in connected for hub in self._peers.hubs())
+                connected, hubs = self._membership.members(), self._peers.hubs()
+                # A hub that has anyone is in the swarm, and others find it by him.
+                has_hub = any(hub in connected for hub in hubs) or (self._transport.peer_id in hubs and bool(connected))
                 for peer in self._mind.due(connected, has_hub=has_hub, now=trio.current_time()):
                     nursery.start_soon(self._try, peer)
                 if self._is_changed:

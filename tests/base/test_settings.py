@@ -99,6 +99,12 @@ GOOD = [
     ("node.roles", ["hub", "hub"], ("hub",)),
     ("network.join", "", ()),
     ("network.listen", ["/ip4/127.0.0.1/tcp/0"], ("/ip4/127.0.0.1/tcp/0",)),
+    ("network.upnp", "off", "off"),
+    (
+        "network.dht",
+        "/ip4/192.0.2.1/tcp/1/p2p/x, /ip4/192.0.2.2/tcp/1/p2p/y",
+        ("/ip4/192.0.2.1/tcp/1/p2p/x", "/ip4/192.0.2.2/tcp/1/p2p/y"),
+    ),
     ("node.device", "cuda:1", "cuda:1"),
     ("api.listen", "", ""),
 ]
@@ -112,6 +118,7 @@ def test_good_values(key, given_value, expected):
 
 BAD = [
     ("coordinator.slots", "many"),
+    ("network.upnp", "yes"),
     ("coordinator.slots", 2.5),
     ("coordinator.slots", "2.5"),
     ("coordinator.slots", 0),

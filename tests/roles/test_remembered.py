@@ -73,7 +73,7 @@ async def test_a_node_finds_any_member_again_when_the_tickets_hub_is_gone(autoju
 async def test_a_hub_remembers_its_workers_too_and_asks_nobody_while_another_hub_is_there(
     autojump_clock, nursery, tmp_path
 ):
-    files = {name: MemberFile(tmp_path / name, "swarm") for name in ("first", "other", "ann")}
+    files = {name: MemberFile(tmp_path / name, "swarm") for name in ("first", "other", "ann", "bob")}
     async with open_memory_network() as network:
         first = Node(network, "first", "hub", files["first"])
         ann = Node(network, "ann", "worker", files["ann"], first.transport)
@@ -90,6 +90,23 @@ async def test_a_hub_remembers_its_workers_too_and_asks_nobody_while_another_hub
         network.kill(other.transport.peer_id)
         await trio.sleep(10)
         assert again.membership.members() == (ann.transport.peer_id,)
+        bob = Node(network, "bob", "worker", files["bob"], again.transport)
+        nursery.start_soon(bob.run)
+        await trio.sleep(5)
+        network.kill(ann.transport.peer_id)
+        dialled: list[str] = []
+        connect = again.transport.connect
+
+        async def noted(addresses):
+            dialled.extend(addresses)
+            return await connect(addresses)
+
+        again.transport.connect = noted
+        await trio.sleep(300)
+        assert again.membership.members() == (bob.transport.peer_id,)
+        assert not [
+            each for each in dialled if ann.transport.peer_id in each
+        ]  # it is not alone, so it looks for nobody
 
 
 def test_the_file_of_members_is_for_one_swarm_bounded_and_not_believed_blindly(tmp_path):

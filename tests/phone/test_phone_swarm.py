@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
 import pytest
+from local_swarm import Process, node
 from phone_swarm import Browser, Load, Terminal, forced_swarm, invite, wait_until, workers_of
 
 PAGE = "Linux, Chrome"
@@ -50,3 +57,31 @@ def test_the_page_joins_serves_rests_and_leaves(phone_packages, built_page, busy
         browser.wait_for(lambda shown: shown["joined"] == "Left" and shown["words"] == "", "the page has left")
         assert not browser("problems")
     assert workers_of(busy_swarm).get(PAGE, {"failures": 0})["failures"] == 0
+
+
+@pytest.mark.soak
+def test_a_coordinator_that_listens_nowhere_is_served_through_its_hub(phone_packages, tmp_path):
+    with ExitStack() as stack:
+        hub = stack.enter_context(node(tmp_path, "hub", "--role", "hub"))
+        hidden = stack.enter_context(hidden_coordinator(tmp_path, hub))
+        assert not hidden.ready["listen"]  # so nothing but the hub leads to it
+        load = stack.enter_context(Load(hidden))
+        terminal = stack.enter_context(Terminal(phone_packages, tmp_path, hub, 3, tcp=False))
+        wait_until(lambda: serves(hidden, "over ws"), "a guest serves through the relay")
+        assert terminal.leave() == 0
+    assert load.answered > 0
+    assert not load.bad
+
+
+@contextmanager
+def hidden_coordinator(folder, hub):
+    command = [sys.executable, "-P", "-m", "kvasir_node", "--data-dir", folder / "hidden", "up", "--headless"]
+    command += ["--role", "coordinator", "--api", "127.0.0.1:0", "--set", "network.listen=", "--slots", "2"]
+    command += ["--set", "fanout.when=forced"]
+    environment = {**os.environ, "KVASIR_NETWORK__JOIN": hub.ready["ticket"]}
+    popen = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with popen, popen.stdout as lines:
+        try:
+            yield Process("hidden", popen, json.loads(lines.readline()))
+        finally:
+            popen.terminate()

@@ -32,6 +32,7 @@ from kvasir_node.base.settings import Settings, data_dir_of, keep_torch_cache
 from kvasir_node.base.snapshot import (
     ExpertLayerSnapshot,
     FanoutSnapshot,
+    MetricsSnapshot,
     NodeSnapshot,
     RequestsSnapshot,
     SlotsSnapshot,
@@ -61,6 +62,7 @@ from kvasir_node.roles.link import Compute
 from kvasir_node.roles.loading import LoadedModel, LoggedProgress, load_model, prepare_kernels, use_threads
 from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, with_granted_roles
+from kvasir_node.roles.metrics_view import metrics_snapshot
 from kvasir_node.roles.missing_experts import MissingExperts
 from kvasir_node.roles.net_view import member_snapshots, net_snapshot
 from kvasir_node.roles.pairing import Pairing, PhoneInvite
@@ -128,6 +130,7 @@ class Node:
             clock_skew_max_s=settings.market.clock_skew_max_s,
             interval_min_s=settings.market.gossip_interval_min_s,
             is_met=membership.is_member,
+            rejections=membership.rejections,
         )
         self._peers = Peers(
             membership,
@@ -149,6 +152,8 @@ class Node:
         self._revoking: RevocationTeller | None = None
         self._is_draining = False
         self.events = EventLog()
+        self._tallies: list[FetchTally] = []  # one for each of the few roles that fetch
+        self._block_server: BlockServer | None = None
 
     @property
     def settings(self) -> Settings:
@@ -176,6 +181,7 @@ class Node:
             other_hubs=lambda: [hub for hub in self._peers.hubs() if hub != self._transport.peer_id],
             ask_hub=self._ask_hub,
             tell=self.events.add,
+            rejections=self._membership.rejections,
         )
         self._transport.set_handler(MARKET_PROTOCOL, self._membership.guard(self.hub.serve))
 
@@ -205,10 +211,15 @@ class Node:
             open_block_calls(self._transport),
             store,
             self._settings.store,
-            FetchTally(),
+            self._new_tally(),
             throttle=self._downloads,
             others=self._membership.members,
         )
+
+    def _new_tally(self) -> FetchTally:
+        tally = FetchTally()
+        self._tallies.append(tally)
+        return tally
 
     def add_pairing(self) -> None:
         self._pairing = Pairing(
@@ -281,7 +292,7 @@ class Node:
         self._keeper = Keeper(self._settings.worker, self.worker)
 
     def serve_blocks(self, store: BlockStore) -> None:
-        server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
+        self._block_server = server = BlockServer(store, throttle=Throttle(self._settings.store.upload_bytes_s))
         self._transport.set_handler(BLOCKS_PROTOCOL, self._membership.guard(server.serve))
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -496,6 +507,10 @@ class Node:
 
     def experts(self) -> tuple[ExpertLayerSnapshot, ...]:
         return () if self.coordinator is None else self.coordinator.experts()
+
+    def metrics(self) -> MetricsSnapshot:
+        served = 0 if self._block_server is None else self._block_server.bytes_served
+        return metrics_snapshot(self.coordinator, self._tallies, served, self._membership.rejections.counts())
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = [

@@ -265,7 +265,7 @@ VIEWS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(PICTURES_OF_ALL_KINDS, VIEWS, st.integers(1, 200), st.integers(1, 60), st.text(max_size=8))
 def test_any_size_is_kept(picture, view, width, height, name):
     snapshot = replace(picture.snapshot, name=name, workers=(replace(busy_snapshot().workers[0], name=name),))

@@ -207,19 +207,15 @@ class Node:
 
     def fetcher(self, store: BlockStore) -> Fetcher:
         """Brings content, from other members too than those that are named, at most at the rate of the settings."""
+        self._tallies.append(FetchTally())
         return Fetcher(
             open_block_calls(self._transport),
             store,
             self._settings.store,
-            self._new_tally(),
+            self._tallies[-1],
             throttle=self._downloads,
             others=self._membership.members,
         )
-
-    def _new_tally(self) -> FetchTally:
-        tally = FetchTally()
-        self._tallies.append(tally)
-        return tally
 
     def add_pairing(self) -> None:
         self._pairing = Pairing(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +34,7 @@ import trio
 from kvasir_node.base.errors import KvasirError, Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.base.rejections import Rejections
+from kvasir_node.decide.rarely import Rarely
 from kvasir_node.net.feed import Feed
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import PeerConnected, PeerLost, Stream, StreamHandler, Transport
@@ -53,7 +53,6 @@ ATTEMPTS_MAX = 3
 RETRY_DELAY_S = 1.0
 EVENTS_MAX = 256
 REFUSALS_MAX = 1024  # remembered until the peer connects again
-REFUSAL_LOG_S = 10.0  # between two warnings of refused peers: strangers must not fill a log
 EXPIRY_CHECK_S = 30.0  # who is here by a secret that counts no more leaves within this
 _DOMAIN = b"kvasir-node hello 2"
 _LISTENER, _DIALLER, _HINT = b"listener", b"dialler", b"hint"
@@ -122,7 +121,7 @@ class Membership:
         self._challenging: set[PeerId] = set()
         self._answering: set[PeerId] = set()
         self._refusals: dict[PeerId, str] = {}
-        self._told_refusal_at = -math.inf
+        self._refusal_lines = Rarely()
         self._changed = trio.lowlevel.ParkingLot()
         self._events: Feed[MemberJoined | MemberLeft] = Feed(EVENTS_MAX)
         self._connections = transport.watch()
@@ -357,10 +356,8 @@ class Membership:
         self._changed.unpark_all()
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
-        now = trio.current_time()
-        is_rare = now - self._told_refusal_at >= REFUSAL_LOG_S
-        self._told_refusal_at = now if is_rare else self._told_refusal_at
-        _log.log(logging.WARNING if is_rare else logging.DEBUG, "peer %s is refused: %s", peer, reason)
+        level = logging.WARNING if self._refusal_lines.is_time(trio.current_time()) else logging.DEBUG
+        _log.log(level, "peer %s is refused: %s", peer, reason)
         self._proven.pop(peer, None)
         self._by.pop(peer, None)
         self._refusals[peer] = reason

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import trio
 from kvasir_node.base.errors import Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.pairing import PairingCodes, PairRefusal
+from kvasir_node.decide.rarely import Rarely
 from kvasir_node.net.listen_address import host_is_loopback, ws_address
 from kvasir_node.net.stream_io import read_exactly
 from kvasir_node.net.transport import Stream
@@ -34,7 +34,6 @@ from kvasir_node.wire.swarm_keys import SwarmKeys
 
 PAIR_TIMEOUT_S = 10.0
 PAIRING_MAX = 8  # strangers that pair at once
-REFUSAL_LOG_S = 10.0  # between two warnings of refused pages: strangers must not fill a log
 EXPIRES_MIN_S, EXPIRES_MAX_S = 10.0, 24 * 3600.0
 _LENGTH_BYTES = 2
 
@@ -77,7 +76,7 @@ class Pairing:
         self._outward_host = outward_host
         self._codes = PairingCodes()
         self._pairing = 0
-        self._told_refusal_at = -math.inf
+        self._refusal_lines = Rarely()
 
     def invite(self, expires_s: float | None = None) -> PhoneInvite:
         """A fresh code. Raises UsageError for a time that makes no sense, or where no page could reach this node."""
@@ -137,11 +136,8 @@ class Pairing:
         return self._codes.redeem(_digest(ask.code), peer, self._address_of(peer), trio.current_time())
 
     def _log_refusal(self, peer: PeerId, why: str) -> None:
-        now = trio.current_time()
-        is_rare = now - self._told_refusal_at >= REFUSAL_LOG_S
-        self._told_refusal_at = now if is_rare else self._told_refusal_at
-        where = self._address_of(peer) or "an unknown address"
-        logger.log(logging.WARNING if is_rare else logging.DEBUG, "no pass for peer %s at %s: %s", peer, where, why)
+        level = logging.WARNING if self._refusal_lines.is_time(trio.current_time()) else logging.DEBUG
+        logger.log(level, "no pass for peer %s at %s: %s", peer, self._address_of(peer) or "an unknown address", why)
 
 
 def _digest(code: bytes) -> bytes:
@@ -151,5 +147,4 @@ def _digest(code: bytes) -> bytes:
 def _for_pages(addresses: Sequence[str], host: str) -> list[str]:
     """Those that a page can dial, in the order in which it should: at `host` first, this machine's loopback last."""
     found = dict.fromkeys(text for each in addresses if (text := ws_address(each)) is not None)
-
     return sorted(found, key=lambda text: (host_is_loopback(text), text.split("/")[2] != host))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import socket
 from typing import Any, cast
 
@@ -22,11 +21,11 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from kvasir_node.base.errors import UsageError
+from kvasir_node.decide.rarely import Rarely
 from kvasir_node.surfaces.address import Address
 
 CONNECTIONS_MAX = 1024
 BACKLOG = 128
-REFUSAL_LOG_S = 10.0  # between two lines about refused connections
 IDLE_TIMEOUT_S = 30.0  # a kept-alive connection without a request
 
 logger = logging.getLogger(__name__)
@@ -100,14 +99,8 @@ class _Hosted:
         self.config.keep_alive_timeout = IDLE_TIMEOUT_S
         self.config.include_server_header = False
         self.connections_max = connections_max
-        self._told_at = -math.inf
+        self._refusal_lines = Rarely()
         self.connection_count = 0
-
-    def _tell_refusal(self) -> None:
-        now = trio.current_time()
-        if now - self._told_at >= REFUSAL_LOG_S:  # strangers must not fill a log
-            self._told_at = now
-            logger.warning("connections are refused: %d are open", self.connection_count)
 
     async def accept_on(self, listener: trio.SocketListener, connections: trio.Nursery) -> None:
         async with listener:
@@ -115,7 +108,8 @@ class _Hosted:
 
     async def handle(self, stream: trio.SocketStream) -> None:
         if self.connection_count >= self.connections_max:
-            self._tell_refusal()
+            if self._refusal_lines.is_time(trio.current_time()):
+                logger.warning("connections are refused: %d are open", self.connection_count)
             return
         self.connection_count += 1
         try:

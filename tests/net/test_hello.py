@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_node.base.errors import Unreachable, UsageError
+from kvasir_node.decide.rarely import INTERVAL_S
 from kvasir_node.net import hello
 from kvasir_node.net.hello import ABOUT_BYTES_MAX, HELLO_PROTOCOL, HELLO_TIMEOUT_S, MemberJoined, MemberLeft, Membership
 from kvasir_node.net.memory_net import Link, open_memory_network
@@ -223,7 +224,7 @@ async def test_a_flood_of_strangers_fills_neither_memory_nor_the_log(autojump_cl
         assert len(of_right._proven) == len(of_right._by) == 1
         assert not of_right._answering
         warnings = [each for each in caplog.records if each.levelname == "WARNING" and "is refused" in each.message]
-        assert len(warnings) <= 1 + trio.current_time() / hello.REFUSAL_LOG_S
+        assert len(warnings) <= 1 + trio.current_time() / INTERVAL_S
         assert of_right.is_member(left.peer_id)
 
 

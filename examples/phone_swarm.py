@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -39,14 +40,7 @@ from kvasir_node.surfaces.phone_page import DIST, NOT_BUILT, PhonePage, serve_pa
 
 FROZEN_S = 15.0
 SERVES_AGAIN_S = 90.0
-LIE = """{
-const honest = self.postMessage.bind(self)
-self.postMessage = (answer, transfer) => {
-  answer.sums?.values.forEach((value, at, values) => { values[at] = value * 1.5 })
-  honest(answer, transfer)
-}
-}
-"""
+HONEST, CROOKED = struct.pack("<f", 1.6666665459e-1), struct.pack("<f", 0.9)  # of exp's polynomial in the page's kernel
 LOOK = """({
   fetched: document.getElementById('fetched').textContent,
   state: document.getElementById('state').textContent,
@@ -157,8 +151,10 @@ async def lie(main: Process, folder: Path, timeline: Timeline, patience_s: float
     """The same page with other results, by a code of its own, until the coordinator has refused what it says."""
     crooked = folder / "crooked"
     shutil.copytree(DIST, crooked)
-    script = crooked / "compute.js"
-    script.write_text(LIE + script.read_text(encoding="utf-8"), encoding="utf-8")
+    for kernel in crooked.glob("*.wasm"):
+        code = kernel.read_bytes()
+        assert HONEST in code, "the kernel has other constants now"
+        kernel.write_bytes(code.replace(HONEST, CROOKED))
     link = (await trio.to_thread.run_sync(invitation, main)).partition("#")[2]
     stop = trio.Event()
     async with trio.open_nursery() as nursery:

@@ -208,6 +208,7 @@ def test_another_relay_takes_over_when_the_one_that_carries_dies(relayed, capsys
 PAIRS = [("cone", "cone"), ("remap", "remap"), ("remap", "cone"), ("ipv6", "ipv6"), ("forward", "cone")]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_joining_and_serving_with_figures(tmp_path, capsys, a, b):
     found: list[dict[str, float]] = []

@@ -112,8 +112,8 @@ const operations: Record<string, (...given: any[]) => unknown> = {
     shards = new Shards(kernel, bytesMax)
     return kernel.memory.buffer.byteLength
   },
-  load: (layer: number, index: number, file: string) => {
-    shards.loadNow('model', manifest, { layer, index, file: bytes(file), parts: manifest.layerParts.get(layer)! })
+  load: (layer: number, index: number, file: string, isInt8 = false) => {
+    shards.loadNow('model', manifest, { layer, index, file: bytes(file), parts: manifest.layerParts.get(layer)!, isInt8 })
     return kernel.memory.buffer.byteLength
   },
   drop: (layer: number, index: number) => { shards.drop('model', layer, index); return null },

@@ -24,14 +24,14 @@ KERNELS = ("experts.wasm", "experts-relaxed.wasm")
 MEMORY_BYTES = 8 << 20
 
 
-def parts_of(maths, dtype, joined):
+def parts_of(maths, dtype, joined, inner=INNER):
     def shape(rows, columns):
         return (columns, rows) if maths.transposed else (rows, columns)
 
-    ups = {"gate_up": 2 * INNER} if joined else {"gate": INNER, "up": INNER} if maths.gate != "none" else {"up": INNER}
+    ups = {"gate_up": 2 * inner} if joined else {"gate": inner, "up": inner} if maths.gate != "none" else {"up": inner}
     found = {}
     for name, rows in (*ups.items(), ("down", WIDTH)):
-        found[name] = shape(rows, INNER if name == "down" else WIDTH)
+        found[name] = shape(rows, inner if name == "down" else WIDTH)
         if maths.bias:
             found[f"{name}_bias"] = (rows,)
     size = DTYPES[dtype].itemsize
@@ -122,6 +122,25 @@ def test_frames_of_every_encoding_and_size(parts, phone_packages, kernel, encodi
     for rows in (1, 2, 3, 4, 5, 16, 70, 200):
         frame = request_of(rows, encoding, torch.Generator().manual_seed(rows))
         assert agrees(held.sums(frame, rows, encoding), held.own(frame), encoding)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_experts_of_a_coordinator_that_computes_in_int8(parts, phone_packages, dtype):
+    maths, generator = ExpertMaths(), torch.Generator().manual_seed(0)
+    specs = parts_of(maths, dtype, joined=False, inner=32)
+    parts("kernel", str(phone_packages / "kernel" / KERNELS[0]), MEMORY_BYTES)
+    parts("manifest", encode_manifest(manifest_of(maths, specs, inner=32)).hex())
+    shard = ExpertShard(maths, WIDTH, 32, stored=torch.int8)
+    for index in range(EXPERTS):
+        file = file_of(specs, generator)
+        parts("load", 3, index, file.hex(), True)
+        shard.add(ExpertId(3, index), parse_expert_file(file, specs))
+    frame = request_of(9, Encoding.FLOAT32, generator)
+    request = read_request(memoryview(bytearray(frame)), hidden_size=WIDTH)
+    own = shard.compute(3, request.rows, request.pair_row.long(), request.pair_expert.long(), request.pair_weight)
+    answer = bytearray.fromhex(parts("compute", frame.hex()))
+    sums = read_answer(memoryview(answer), rows=9, hidden_size=WIDTH, dtype=Encoding.FLOAT32)
+    assert (sums - own).abs().max() <= 3e-6 * own.abs().max()
 
 
 def test_answers_are_spelt_bit_for_bit_as_python_spells_them(parts, phone_packages):

@@ -32,6 +32,14 @@ export class Misbehaved extends PeerError {
   }
 }
 
+/** A node does not let this device in, whatever it proves. */
+export class Refused extends Misbehaved {
+  override name = 'Refused'
+  constructor (message: string) {
+    super('not_a_member', message)
+  }
+}
+
 export class UsageError extends KvasirError {
   override name = 'UsageError'
 }

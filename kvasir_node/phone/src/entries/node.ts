@@ -1,10 +1,10 @@
 // The page's node, in a Worker of its own: the whole guest runs here, so that the screen never waits for it.
 import '../base/polyfill.js'
-import { KvasirError, wordsOf } from '../base/errors.js'
+import { KvasirError, UsageError, wordsOf } from '../base/errors.js'
 import { type Wishes, objection } from '../decide/manners.js'
 import { Network } from '../net/network.js'
 import { gatherSends } from '../net/gatheredSocket.js'
-import { type Pass, readLink } from '../net/pairing.js'
+import { PairingRefused, type Pass, readLink } from '../net/pairing.js'
 import { DailyTraffic } from '../page/daily.js'
 import { openSha256 } from '../page/hashing.js'
 import { openKernelModule } from '../page/kernelFile.js'
@@ -45,8 +45,7 @@ class PageNode {
 
   /** Joins by the pass that is kept, or by the code in the link. */
   async start (link: string, name: string, cores: number): Promise<void> {
-    let pass = await this.database.get<Pass>('pass')
-    if (link !== '') pass = await this.pair(link, name)
+    const pass = await this.passFor(link, name)
     if (pass === undefined) {
       this.turn('needs code', 'Scan the code that the node shows: `kvasir-node ticket --phone --qr`.')
       return
@@ -75,11 +74,19 @@ class PageNode {
     setInterval(() => { this.look() }, REPORT_MS * 4)
   }
 
-  private async pair (link: string, name: string): Promise<Pass> {
+  /** By the link, if there is one; a code that serves no more does not cost the pass that is kept. */
+  private async passFor (link: string, name: string): Promise<Pass | undefined> {
+    const kept = await this.database.get<Pass>('pass')
+    if (link === '') return kept
     this.turn('joining', 'Asking the node for a pass …')
-    const pass = await becomeGuest(this.network, readLink(link), name)
-    await this.database.set('pass', pass)
-    return pass
+    try {
+      const pass = await becomeGuest(this.network, readLink(link), name)
+      await this.database.set('pass', pass)
+      return pass
+    } catch (error) {
+      if (kept !== undefined && error instanceof PairingRefused) return kept
+      throw error
+    }
   }
 
   private async refused (words: string): Promise<void> {
@@ -123,8 +130,9 @@ class PageNode {
 
   fail (error: unknown): void {
     console.error(error)
+    const isOfCode = error instanceof PairingRefused || error instanceof UsageError
     const isKnown = error instanceof KvasirError
-    this.turn(isKnown ? 'needs code' : 'failed', isKnown ? wordsOf(error) : `A bug of ours: ${wordsOf(error)}. Reload to try again.`)
+    this.turn(isOfCode ? 'needs code' : 'failed', isOfCode ? wordsOf(error) : `${isKnown ? '' : 'A bug of ours: '}${wordsOf(error)}. Reload to try again.`)
   }
 
   /** Works or rests, as its owner wishes and as things are. */

@@ -2,6 +2,7 @@
 // A page computes plain float weights; quantised ones are refused by name.
 import { type Bytes, concat, equal, utf8, viewOf } from '../base/bytes.js'
 import { DataError } from '../base/errors.js'
+import { LEVELS, roundHalfEven } from '../wire/tensors.js'
 import { type ExpertMaths, hasGate } from './maths.js'
 
 const ITEM_BYTES: Readonly<Record<string, number>> = { F32: 4, BF16: 2, F16: 2 }
@@ -72,8 +73,8 @@ export interface ExpertWeights {
 }
 
 /** Memory of one expert of these parts, in the form that `readExpert` gives it. */
-export function weightsBytes (parts: readonly TensorSpec[]): number {
-  const item = isAllBfloat16(parts) ? 2 : 4
+export function weightsBytes (parts: readonly TensorSpec[], isInt8: boolean): number {
+  const item = isAllBfloat16(parts) && !isInt8 ? 2 : 4
   return parts.reduce((sum, part) => sum + countOf(part) * (part.name.endsWith('_bias') ? 4 : item), 0)
 }
 
@@ -81,8 +82,11 @@ function isAllBfloat16 (parts: readonly TensorSpec[]): boolean {
   return parts.every(part => part.dtype === 'BF16' || part.name.endsWith('_bias'))
 }
 
-/** Reads a file that must have exactly these parts, checked before by `checkParts`. Raises DataError. */
-export function readExpert (file: Uint8Array, parts: readonly TensorSpec[], sizes: ExpertSizes): ExpertWeights {
+/**
+ * Reads a file that must have exactly these parts, checked before by `checkParts`. Raises DataError. `isInt8`: with the
+ * weights that are left when they are rounded to int8, which is what such a coordinator computes with; kept as float32.
+ */
+export function readExpert (file: Uint8Array, parts: readonly TensorSpec[], sizes: ExpertSizes, isInt8: boolean): ExpertWeights {
   const header = headerOf(parts)
   const expected = expertFileBytes(parts)
   if (file.length !== expected) throw new DataError(`an expert's file has ${file.length} bytes, expected ${expected}`)
@@ -93,7 +97,7 @@ export function readExpert (file: Uint8Array, parts: readonly TensorSpec[], size
     data.set(part.name, file.subarray(at, at + bytesOf(part)))
     at += bytesOf(part)
   }
-  const isBfloat16 = isAllBfloat16(parts)
+  const isBfloat16 = isAllBfloat16(parts) && !isInt8
   const matrix = (name: string): Bytes => {
     const spec = parts.find(part => part.name === name)!
     const raw = isBfloat16 ? data.get(name)!.slice() : bytesOfFloats(floats(data.get(name)!, spec.dtype))
@@ -105,13 +109,29 @@ export function readExpert (file: Uint8Array, parts: readonly TensorSpec[], size
   const isInterleaved = maths.interleaved && ups.length === 1 && hasGate(maths)
   const rowBytes = sizes.hiddenSize * (isBfloat16 ? 2 : 4)
   const up = concat(ups.map(matrix))
+  const down = matrix('down')
+  if (isInt8) {
+    roundToInt8(new Float32Array(up.buffer), sizes.hiddenSize)
+    roundToInt8(new Float32Array(down.buffer), sizes.expertHiddenSize)
+  }
   const upBias = maths.bias ? bytesOfFloats(concatFloats(ups.map(bias))) : undefined
   return {
     isBfloat16,
     up: isInterleaved ? gateFirst(up, rowBytes) : up,
-    down: matrix('down'),
+    down,
     upBias: upBias === undefined ? undefined : new Float32Array((isInterleaved ? gateFirst(upBias, 4) : upBias).buffer),
     downBias: maths.bias ? bias('down') : undefined
+  }
+}
+
+/** What kvasir_node/model/quantise.py leaves of each row: levels from -127 to 127 times one factor. In place. */
+function roundToInt8 (matrix: Float32Array, width: number): void {
+  for (let start = 0; start < matrix.length; start += width) {
+    const row = matrix.subarray(start, start + width)
+    let largest = 0
+    for (let at = 0; at < width; at++) largest = Math.max(largest, Math.abs(row[at]!))
+    const factor = Math.fround(largest / LEVELS)
+    for (let at = 0; at < width; at++) row[at] = factor === 0 ? 0 : roundHalfEven(Math.fround(row[at]! / factor)) * factor
   }
 }
 

@@ -2,7 +2,7 @@
 import { hmac } from '@noble/hashes/hmac.js'
 import { sha256 } from '@noble/hashes/sha2.js'
 import { concat, equal, u16, u32, utf8 } from '../base/bytes.js'
-import { Misbehaved } from '../base/errors.js'
+import { Misbehaved, Refused } from '../base/errors.js'
 import type { PeerId } from '../base/ids.js'
 import { type ByteStream, ExactReader } from './byteStream.js'
 
@@ -21,7 +21,7 @@ export interface Introduction {
   readonly about: Uint8Array
 }
 
-/** Both sides prove that they hold the secret; returns what the listener says of itself. Rejects with Misbehaved. */
+/** Both sides prove that they hold the secret; returns what the listener says of itself. Rejects with Refused, PeerError. */
 export async function hello (stream: ByteStream, intro: Introduction): Promise<Uint8Array> {
   const reader = new ExactReader(stream, 2 * ABOUT_BYTES_MAX)
   const nonce = crypto.getRandomValues(new Uint8Array(NONCE_BYTES))
@@ -29,8 +29,8 @@ export async function hello (stream: ByteStream, intro: Introduction): Promise<U
   const hint = macOf(intro.secret, 'hint', [nonce, ...ids], new Uint8Array()).subarray(0, HINT_BYTES)
   stream.write(concat([nonce, Uint8Array.of(1), hint]))
   const [number] = await reader.read(1)
-  if (number === UNWANTED) throw new Misbehaved('not_a_member', 'it refuses this device: ask its owner')
-  if (number !== 1) throw new Misbehaved('not_a_member', 'it does not know this device (any more): pair again')
+  if (number === UNWANTED) throw new Refused('it refuses this device: ask its owner')
+  if (number !== 1) throw new Refused('it does not know this device (any more): pair again')
   const transcript = [nonce, await reader.read(NONCE_BYTES), ...ids]
   const about = await reader.readSized(ABOUT_BYTES_MAX)
   if (!equal(await reader.read(MAC_BYTES), macOf(intro.secret, 'listener', transcript, about))) {

@@ -8,6 +8,7 @@ export interface ExpertBlob {
   readonly index: number
   readonly file: Uint8Array
   readonly parts: readonly TensorSpec[]
+  readonly isInt8: boolean // is to be computed as rounded to int8
 }
 
 export interface Sums { readonly values: Float32Array, readonly computedS: number }

@@ -1,7 +1,7 @@
 // Who is in the swarm with us: connects to hubs and keeps them, proves membership, and believes roles by their grants.
 // It does not know what any role does.
 import { Backoff } from '../base/backoff.js'
-import { type KvasirError, Misbehaved, PeerError, Unreachable, wordsOf } from '../base/errors.js'
+import { type KvasirError, Misbehaved, PeerError, Refused, Unreachable, wordsOf } from '../base/errors.js'
 import type { PeerId } from '../base/ids.js'
 import type { Log } from '../base/log.js'
 import { HELLO_PROTOCOL, hello } from '../net/hello.js'
@@ -18,7 +18,7 @@ export const VERSION = '1.0.0'
 export interface MembersEvents {
   /** Hubs that we are in one swarm with now. */
   readonly hubsChanged: (hubs: PeerId[]) => void
-  /** A hub does not let us in (any more), and why. */
+  /** No hub of the pass lets us in (any more), and why. */
   readonly refused: (words: string) => void
 }
 
@@ -26,6 +26,7 @@ export class Members {
   private readonly joined = new Map<PeerId, About>()
   private readonly joining = new Map<PeerId, Promise<void>>()
   private readonly hubs = new Set<PeerId>()
+  private readonly refusing = new Set<PeerId>() // hubs that do not let us in
   private readonly about: Uint8Array
   private isStopped = false
   private wakers: Array<() => void> = []
@@ -115,22 +116,25 @@ export class Members {
         await this.require(hub, addresses)
         if (!await this.mayBe(hub, 'hub')) throw new Misbehaved('not_a_member', `${hub} is no hub of this swarm`)
         this.problem = ''
+        this.refusing.delete(hub)
         backoff.reset()
         this.hubs.add(hub)
         this.events.hubsChanged([...this.hubs])
         await this.untilLost(hub)
       } catch (error) {
         if (!(error instanceof PeerError)) throw error
-        this.noteProblem(error)
+        this.noteProblem(hub, error)
       }
       if (!this.isStopped) await this.pause(backoff.next())
     }
   }
 
-  private noteProblem (error: KvasirError): void {
+  private noteProblem (hub: PeerId, error: KvasirError): void {
     if (this.problem !== error.message) this.log(error.message)
     this.problem = error.message
-    if (error instanceof Misbehaved && error.reason === 'not_a_member') this.events.refused(error.message)
+    if (!(error instanceof Refused)) return
+    this.refusing.add(hub)
+    if (this.refusing.size === hubsOf(this.pass).length) this.events.refused(error.message)
   }
 
   private async untilLost (hub: PeerId): Promise<void> {

@@ -21,7 +21,7 @@ export class Shards implements Compute {
   loadNow (key: string, sizes: ExpertSizes, blob: ExpertBlob): void {
     let shard = this.shards.get(key)
     if (shard === undefined) this.shards.set(key, shard = new Shard(this.kernel, sizes))
-    if (!shard.holds(blob.layer, blob.index)) shard.add(blob.layer, blob.index, readExpert(blob.file, blob.parts, sizes))
+    if (!shard.holds(blob.layer, blob.index)) shard.add(blob.layer, blob.index, readExpert(blob.file, blob.parts, sizes, blob.isInt8))
   }
 
   drop (key: string, layer: number, index: number): void {

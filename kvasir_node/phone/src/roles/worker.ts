@@ -208,7 +208,6 @@ export class Worker {
   }
 
   private async fetch (assignment: Assignment, signal: AbortSignal): Promise<void> {
-    if (assignment.dtype === 'int8') throw new DataError('a page does not compute int8 experts')
     await this.reach(assignment)
     const fetched = await fetchSlice(this.tools, assignment.model, assignment.slice, {
       providers: [assignment.coordinator],
@@ -224,7 +223,8 @@ export class Worker {
     const { manifest, experts } = this.fetched.get(assignment.lease)!
     const { layer } = assignment.slice
     const parts = manifest.layerParts.get(layer)!
-    const bytes = experts.size * weightsBytes(parts)
+    const isInt8 = assignment.dtype === 'int8'
+    const bytes = experts.size * weightsBytes(parts, isInt8)
     const others = [...this.loadedBytes].reduce((sum, [lease, size]) => sum + (lease === assignment.lease ? 0 : size), 0)
     if (others + bytes > this.tools.compute.bytesMax) throw new CapacityError(`${experts.size} experts take ${bytes} bytes; ${others} of ${this.tools.compute.bytesMax} are taken`)
     this.loadedBytes.set(assignment.lease, bytes)
@@ -232,7 +232,7 @@ export class Worker {
     for (const [place, [index, blob]] of [...experts].entries()) {
       signal.throwIfAborted()
       const file = await readBlob(this.tools, blob)
-      await this.tools.compute.load(assignment.model, manifest, { layer, index, file, parts }, places[place]!)
+      await this.tools.compute.load(assignment.model, manifest, { layer, index, file, parts, isInt8 }, places[place]!)
     }
     await this.selfTest(assignment, [...experts.keys()])
   }

@@ -8,7 +8,7 @@ const REQUEST_BYTES = 20
 const ANSWER_BYTES = 16
 const REQUEST_MAGIC = 0x4b51
 const ANSWER_MAGIC = 0x4b41
-const LEVELS = 127
+export const LEVELS = 127 // of int8 on either side of zero; -128 is not used
 const SCALE_MIN = 2 ** -100
 
 /** How rows and sums are spelt in a frame. */
@@ -148,7 +148,7 @@ function writeLevels (row: Float32Array, into: Int8Array): number {
   return scale
 }
 
-function roundHalfEven (value: number): number {
+export function roundHalfEven (value: number): number {
   const rounded = Math.round(value)
   return rounded - value === 0.5 && rounded % 2 !== 0 ? rounded - 1 : rounded
 }

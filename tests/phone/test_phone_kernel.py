@@ -90,18 +90,18 @@ class Held:
 
 
 def maths_of_all_kinds():
-    yield ExpertMaths(), False
-    yield ExpertMaths(), True
+    for dtype in ("F32", "BF16", "F16"):
+        yield ExpertMaths(), dtype == "F16", dtype
+        odd = ExpertMaths(gate="gptoss", limit=0.5, alpha=1.7, bias=True, transposed=True, interleaved=True)
+        yield odd, True, dtype
     for activation in ("gelu", "gelu_tanh", "relu", "relu2"):
-        yield ExpertMaths(activation=activation), False
-    yield ExpertMaths(gate="clamped", limit=0.5), False
-    yield ExpertMaths(gate="gptoss", limit=0.5, alpha=1.7, bias=True, transposed=True, interleaved=True), True
-    yield ExpertMaths(gate="none", activation="gelu_tanh", bias=True), False
-    yield ExpertMaths(interleaved=True), True
+        yield ExpertMaths(activation=activation), False, "BF16"
+    yield ExpertMaths(gate="clamped", limit=0.5), False, "BF16"
+    yield ExpertMaths(gate="none", activation="gelu_tanh", bias=True), False, "F32"
+    yield ExpertMaths(interleaved=True), True, "BF16"
 
 
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
-@pytest.mark.parametrize(("maths", "joined"), maths_of_all_kinds())
+@pytest.mark.parametrize(("maths", "joined", "dtype"), maths_of_all_kinds())
 def test_every_kind_of_expert_gives_what_python_computes(parts, phone_packages, maths, joined, dtype):
     held = Held(parts, phone_packages, maths, dtype, joined=joined)
     for rows in (1, 7):
@@ -119,7 +119,7 @@ def test_frames_of_every_encoding_and_size(parts, phone_packages, kernel, encodi
         if "relaxed" in kernel and "WebAssembly" in str(error):
             pytest.skip("this Node.js knows no relaxed SIMD")
         raise
-    for rows in (1, 2, 3, 4, 5, 16, 70, 200):
+    for rows in (1, 2, 3, 5, 16, 70):
         frame = request_of(rows, encoding, torch.Generator().manual_seed(rows))
         assert agrees(held.sums(frame, rows, encoding), held.own(frame), encoding)
 
@@ -196,7 +196,7 @@ def test_memory_is_given_back_and_bounded(parts, phone_packages):
     parts("kernel", str(phone_packages / "kernel" / KERNELS[0]), 1 << 20)
     parts("manifest", encode_manifest(manifest_of(maths, specs, experts=999)).hex())
     sizes = set()
-    for _ in range(20):
+    for _ in range(4):
         for index in range(40):
             sizes.add(parts("load", 3, index, file))
         for index in range(40):

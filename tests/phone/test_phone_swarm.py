@@ -30,7 +30,7 @@ def serves(main, name):
     return worker is not None and worker["state"] == "proven" and worker["calls"] > 5 and worker["failures"] == 0
 
 
-@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "ws"])
+@pytest.mark.parametrize("tcp", [pytest.param(True, id="tcp", marks=pytest.mark.soak), pytest.param(False, id="ws")])
 def test_a_guest_in_node_joins_serves_and_leaves(phone_packages, busy_swarm, tmp_path, tcp):
     name = "over tcp" if tcp else "over ws"
     with Terminal(phone_packages, tmp_path, busy_swarm, 1 + tcp, tcp=tcp) as terminal:

@@ -48,6 +48,8 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class LoadChanged:
+    """Whether this coordinator has more work than it can do alone."""
+
     type: ClassVar[str] = "load.changed"
     state: str  # calm | saturated
     busy: int
@@ -56,6 +58,8 @@ class LoadChanged:
 
 @dataclass(frozen=True, slots=True)
 class FanoutChanged:
+    """Whether workers are used, and why; also when another plan comes into force."""
+
     type: ClassVar[str] = "fanout.changed"
     on: bool
     reason: str

@@ -26,8 +26,8 @@ from kvasir_node.surfaces.ports import ModelCard
 
 Document = dict[str, Any]
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CODES = {
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ERROR_CODES = {
     401: "invalid_api_key",
     405: "method_not_allowed",
     413: "request_too_large",
@@ -210,8 +210,8 @@ def model_document(card: ModelCard) -> Document:
 
 def error_document(status: int, message: str, *, param: str | None = None, code: str | None = None) -> Document:
     """`{"error": {message, type, param, code}}` as OpenAI's clients expect it."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or ERROR_CODES.get(status)}}
 
 
 def document_of_error(error: KvasirError) -> Document:

@@ -38,15 +38,18 @@ _LETTERS = {
 LETTER_WIDTH = 6
 
 
-def curves_png(title: str, across: str, upright: str, curves: Mapping[str, Points]) -> bytes:
-    """Curves over an axis of doublings (x at least 1), each with its name beside it. Raises ValueError for none."""
+def curves_png(title: str, across: str, upright: str, curves: Mapping[str, Points], *, doublings: bool = True) -> bytes:
+    """Curves, each with its name beside it, over an axis of doublings (x at least 1, a mark at each), or an even one
+    from 0 without marks, for many points. Raises ValueError for none."""
     points = [point for each in curves.values() for point in each]
     if not points:
         raise ValueError("a chart needs at least one point")
     canvas = np.full((HEIGHT, WIDTH, 3), 255, np.uint8)
     xs = sorted({x for x, _ in points})
     most = _round_up(max(y for _, y in points))
-    plot = _Plot(xs[0], xs[-1], most)
+    if not doublings:
+        xs = [_round_up(xs[-1]) * number / TICKS for number in range(TICKS + 1)]
+    plot = _Plot(xs[0], xs[-1], most, doublings=doublings)
     _write(canvas, LEFT, 8, title, size=2)
     _write(canvas, 8, TOP - 18, upright)
     _write(canvas, (LEFT + WIDTH - RIGHT) // 2 - 3 * len(across), HEIGHT - 22, across)
@@ -64,7 +67,7 @@ def curves_png(title: str, across: str, upright: str, curves: Mapping[str, Point
         places = [(plot.x(x), plot.y(y)) for x, y in sorted(curve)]
         for begin, end in pairwise(places):
             _line(canvas, begin, end, colour, thick=True)
-        for x, y in places:
+        for x, y in places if doublings else ():
             canvas[y - 3 : y + 4, x - 3 : x + 4] = colour
         top = TOP + 18 * number
         canvas[top : top + 7, WIDTH - RIGHT + 14 : WIDTH - RIGHT + 28] = colour
@@ -75,13 +78,14 @@ def curves_png(title: str, across: str, upright: str, curves: Mapping[str, Point
 class _Plot:
     """Places of values on the canvas."""
 
-    def __init__(self, least_x: float, most_x: float, most_y: float) -> None:
-        self._low = np.log2(least_x)
-        self._span = max(np.log2(most_x) - self._low, 1e-9)
+    def __init__(self, least_x: float, most_x: float, most_y: float, *, doublings: bool) -> None:
+        self._scale = np.log2 if doublings else float
+        self._low = self._scale(least_x)
+        self._span = max(self._scale(most_x) - self._low, 1e-9)
         self._most_y = most_y
 
     def x(self, value: float) -> int:
-        return LEFT + round(float((np.log2(value) - self._low) / self._span) * (WIDTH - LEFT - RIGHT))
+        return LEFT + round(float((self._scale(value) - self._low) / self._span) * (WIDTH - LEFT - RIGHT))
 
     def y(self, value: float) -> int:
         return HEIGHT - BOTTOM - round(value / self._most_y * (HEIGHT - TOP - BOTTOM))

@@ -32,7 +32,7 @@ def settings_text(settings: Settings) -> str:
 
 def template_text() -> str:
     """Every key with its default and meaning, commented out: a file to edit that changes nothing as it stands."""
-    meanings = _meanings()
+    meanings = field_meanings()
 
     def line(key: str, name: str, value: Any) -> str:
         return f"# {name} = {toml_value(value)}  # {meanings.get(key, '')}".removesuffix("  # ")
@@ -40,7 +40,7 @@ def template_text() -> str:
     return _file_text(Settings(), line)
 
 
-def _meanings() -> dict[str, str]:
+def field_meanings() -> dict[str, str]:
     """The comments beside the fields in base/settings.py, so that there is one place for them.
 
     Nothing where the sources are not installed.

@@ -99,41 +99,51 @@ def build_app(node: NodePort, life: LifePort) -> ASGIApp:
 
 
 class _Api:
-    """The endpoints."""
+    """The endpoints; docs/make_reference.py copies the first line of each into the reference."""
 
     def __init__(self, node: NodePort, life: LifePort) -> None:
         self.node, self.life = node, life
         self._feed = EventFeed(node.events, node.settings.api.heartbeat_s)
 
     async def list_models(self, request: Request) -> Response:
+        """The models that this node serves."""
         return JSONResponse({"object": "list", "data": [model_document(card) for card in self.node.models()]})
 
     async def show_model(self, request: Request) -> Response:
+        """One of them, by name or id."""
         return JSONResponse(model_document(self._model(request.path_params["name"])))
 
     async def chat(self, request: Request) -> Response:
+        """A chat completion, whole or streamed (server-sent events)."""
         return await self._answer(request, parse_chat, chat=True)
 
     async def complete(self, request: Request) -> Response:
+        """A completion of one prompt or several, whole or streamed."""
         return await self._answer(request, parse_completion, chat=False)
 
     async def health(self, request: Request) -> Response:
+        """200 and `ok`, or 503 and why no request should come here now. Needs no key."""
         document = views.health_document(self.node.snapshot())
         return JSONResponse(document, 200 if document["status"] == "ok" else 503)
 
     async def status(self, request: Request) -> Response:
+        """All that `kvasir-node status --json` prints."""
         return JSONResponse(views.status_document(self.node.snapshot()))
 
     async def metrics(self, request: Request) -> Response:
+        """Figures for Prometheus."""
         return Response(metrics_text(self.node.snapshot(), self.node.metrics()), media_type=METRICS_MEDIA_TYPE)
 
     async def peers(self, request: Request) -> Response:
+        """Who is connected, and who is shut out."""
         return JSONResponse(views.peers_document(self.node.snapshot()))
 
     async def demand(self, request: Request) -> Response:
+        """What is in demand, as this node's hub sees it."""
         return JSONResponse(views.demand_document(self.node.snapshot()))
 
     async def invite_phone(self, request: Request) -> Response:
+        """A code that lets one page join as a worker."""
         raw = await _read_body(request, self.node.settings.api.body_bytes_max)
         body = parse_json_object(raw) if raw else {}
         expires_s = body.get("expires_s")
@@ -143,23 +153,29 @@ class _Api:
         return JSONResponse(self.life.door.invite(self.node, expires_s), headers={"cache-control": "no-store"})
 
     async def experts(self, request: Request) -> Response:
+        """Where each expert of the model is computed, and how much it is used."""
         return JSONResponse(views.experts_document(self.node.snapshot(), self.node.experts()))
 
     async def requests(self, request: Request) -> Response:
+        """The requests under way, and how the latest ended."""
         return JSONResponse(views.requests_document(self.node.requests_snapshot()))
 
     async def events(self, request: Request) -> Response:
+        """What happens in the node, as server-sent events that do not end."""
         return self._feed.answer(request.headers.get("last-event-id", ""))
 
     async def pause(self, request: Request) -> Response:
+        """Lends nothing until `resume`."""
         self.node.pause()
         return JSONResponse(self.node.snapshot().to_json())
 
     async def resume(self, request: Request) -> Response:
+        """Ends `pause`."""
         self.node.resume()
         return JSONResponse(self.node.snapshot().to_json())
 
     async def revoke(self, request: Request) -> Response:
+        """Shuts a peer out of the swarm, or lets it in again."""
         body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))
         peer, is_revoked = body.get("peer"), body.get("revoked", True)
         if not isinstance(peer, str) or not isinstance(is_revoked, bool) or set(body) - {"peer", "revoked"}:
@@ -168,18 +184,22 @@ class _Api:
         return JSONResponse(views.revoked_document(self.node.snapshot(), changed=changed))
 
     async def drain(self, request: Request) -> Response:
+        """Takes no new work from now on, and finishes what runs."""
         self.node.begin_drain()
         return JSONResponse(self.node.snapshot().to_json())
 
     async def stop(self, request: Request) -> Response:
+        """Drains, then ends the process with 0."""
         self.life.stop()
         return JSONResponse(self.node.snapshot().to_json(), 202)
 
     async def restart(self, request: Request) -> Response:
+        """Drains, then ends the process with 75, if the settings as they are now would start."""
         self.life.restart()
         return JSONResponse(self.node.snapshot().to_json(), 202)
 
     async def pull(self, request: Request) -> Response:
+        """Brings a model here from the swarm; progress as JSON, one object a line."""
         body = parse_json_object(await _read_body(request, self.node.settings.api.body_bytes_max))
         ref = body.get("model")
         if not isinstance(ref, str) or set(body) != {"model"}:

@@ -28,6 +28,7 @@ def page_routes() -> list[Route]:
     files = StaticFiles(FOLDER, {"content-security-policy": CSP})
 
     async def answer(request: Request) -> Response:
+        """The page for browsers, and its files. Needs no key."""
         found = files.answer(request, str(request.path_params.get("name", "index.html")))
         if found is None:
             raise HTTPException(404)

@@ -50,6 +50,7 @@ class PhonePage:
         return [Route(PAGE_PATH, self._answer), Route(PAGE_PATH + "/{name}", self._answer)]
 
     async def _answer(self, request: Request) -> Response:
+        """The page for phones, and its files. Needs no key."""
         if not self.is_built:
             return JSONResponse(error_document(404, NOT_BUILT, code="phone_page_not_built"), 404)
         name = str(request.path_params.get("name", "index.html"))

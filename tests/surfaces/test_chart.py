@@ -48,6 +48,15 @@ def test_a_higher_value_lies_higher_and_a_doubling_is_a_step():
     assert left[0] > right[0]
 
 
+def test_on_an_even_axis_equal_times_are_equal_steps_and_points_have_no_marks():
+    image = pixels(curves_png("", "seconds", "", {"": [(0, 0.0), (30, 0.0), (30.1, 1.0), (60, 1.0)]}, doublings=False))
+    drawn = np.argwhere((image[:, :712] == np.array(COLOURS[0], np.uint8)).all(-1))
+    top, bottom = drawn[drawn[:, 0] == drawn[:, 0].min()], drawn[drawn[:, 0] == drawn[:, 0].max()]
+    assert abs(np.ptp(top[:, 1]) - np.ptp(bottom[:, 1])) <= 3
+    assert np.bincount(drawn[:, 1]).max() > 50  # the step up
+    assert np.median(np.bincount(drawn[:, 1])[drawn[:, 1].min() : drawn[:, 1].max()]) <= 2
+
+
 @pytest.mark.parametrize("curves", [{"a": [(16, 1.0)]}, {"a": [(1, 0.0)]}, {"a": [(1, 12345.0), (128, 0.001)]}])
 def test_any_points_can_be_drawn(curves):
     assert pixels(curves_png("T" * 300, "x", "y", curves)).shape == (HEIGHT, WIDTH, 3)

@@ -65,18 +65,27 @@ def animal(client: openai.OpenAI, model: str) -> bool:
     return set(found) == {"animal", "legs"} and found["animal"] in kinds and legs in (2, 3, 4)
 
 
+def show(client: openai.OpenAI) -> bool:
+    names = [model.id for model in client.models.list()]
+    print(f"models    {', '.join(names) or 'none: this node coordinates nothing'}")
+    if not names:
+        return False
+    is_same = whole_and_streamed(client, names[0])
+    likely_tokens(client, names[0])
+    return animal(client, names[0]) and is_same
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:9480/v1")
     parser.add_argument("--key", default="none", help="api.key of the node, if it has one")
     options = parser.parse_args()
     with openai.OpenAI(base_url=options.url, api_key=options.key) as client:
-        names = [model.id for model in client.models.list()]
-        print(f"models    {', '.join(names)}")
-        is_same = whole_and_streamed(client, names[0])
-        likely_tokens(client, names[0])
-        is_of_schema = animal(client, names[0])
-    return 0 if is_same and is_of_schema else 1
+        try:
+            return 0 if show(client) else 1
+        except openai.OpenAIError as error:
+            print(f"error: {options.url}: {error}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

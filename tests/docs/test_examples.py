@@ -65,6 +65,13 @@ def test_openais_client_gets_what_its_example_shows(served):
     assert "the same text: True" in said
 
 
+def test_openais_client_says_in_a_line_that_no_node_is_there():
+    command = [sys.executable, str(EXAMPLES / "openai_client.py"), "--url", "http://127.0.0.1:9/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == ["error: http://127.0.0.1:9/v1: Connection error."]
+
+
 def test_the_settings_of_the_server_fit_the_unit_and_the_container(served):
     assert served.ready["roles"] == ["coordinator", "hub"]
     settings = load_settings(env={}, file=SERVER / "config.toml")

@@ -102,7 +102,8 @@ def _parameters(command: Any, context: Any, kind: str) -> Iterator[Row]:
 
 
 def _settings() -> Iterator[str]:
-    yield "Set in the file (`kvasir-node config init` writes it), as `KVASIR_SECTION__KEY`, or once by"
+    yield "Strongest first: a flag, `KVASIR_SECTION__KEY` in the environment, the file, the profile, the default."
+    yield "Set in the file (`kvasir-node config init` writes it), in the environment, or once by"
     yield '`--set section.key=value`. Sizes are bytes, or text such as "4G"; `_s` are seconds,'
     yield f"`_bytes_s` bytes a second. Parts of the program that `log.level` knows: {', '.join(map(_code, LOG_PARTS))}."
     yield ""

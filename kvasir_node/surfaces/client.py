@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvasir_node.base.errors import CapacityError, DataError, KvasirError, Unreachable, UsageError
 from kvasir_node.base.settings import Settings, data_dir_of, default_data_dir
 from kvasir_node.surfaces.address import parse_address
-from kvasir_node.surfaces.nodefile import read_node_file
+from kvasir_node.surfaces.nodefile import is_claimed, read_node_file, why_none
 
 CONNECT_TIMEOUT_S = 3.0
 JSON_TYPE = "application/json"
@@ -35,9 +35,11 @@ def node_url(settings: Settings, url: str | None) -> str:
         return found.api
     if found is not None:
         raise Unreachable(f"the node on the data directory {data_dir} serves no API; start it without --no-api")
+    if is_claimed(data_dir):
+        raise Unreachable(f"{why_none(data_dir)}; ask again once it is ready")
     if data_dir.absolute() != default_data_dir().absolute():
         raise Unreachable(
-            f"no node runs on the data directory {data_dir}; start one with `kvasir-node up --data-dir {data_dir}`, "
+            f"{why_none(data_dir)}; start one with `kvasir-node up --data-dir {data_dir}`, "
             "or name another node's API with --url"
         )
     if not settings.api.listen:

@@ -123,13 +123,11 @@ def _stop_here(settings: Settings, *, restart: bool, wait: bool) -> None:
 
 
 def _node_of(data_dir: Path) -> NodeFile:
-    from kvasir_node.surfaces.nodefile import is_claimed, read_node_file
+    from kvasir_node.surfaces.nodefile import is_claimed, read_node_file, why_none
 
-    claimed = is_claimed(data_dir)
-    found = read_node_file(data_dir) if claimed else None
+    found = read_node_file(data_dir) if is_claimed(data_dir) else None
     if found is None:
-        what = "a node is just starting on" if claimed else "no node runs on"
-        raise Unreachable(f"{what} the data directory {data_dir}; name another with --data-dir, or an API with --url")
+        raise Unreachable(f"{why_none(data_dir)}; name another with --data-dir, or an API with --url")
     return found
 
 

@@ -68,6 +68,11 @@ def is_claimed(data_dir: Path) -> bool:
     return False
 
 
+def why_none(data_dir: Path) -> str:
+    """What a person is told where `read_node_file` finds none; what to do about it is the caller's to add."""
+    return f"{'a node is just starting' if is_claimed(data_dir) else 'no node runs'} on the data directory {data_dir}"
+
+
 def is_running(data_dir: Path, pid: int) -> bool:
     """Whether that process, which held the directory, has not ended; one that nobody has waited for has."""
     return _is_alive(pid) and is_claimed(data_dir)

@@ -95,10 +95,11 @@ def cut_ticket(text: str, roles: list[str]) -> str:
 
 def node_file(context: typer.Context) -> NodeFile:
     """What the running node left for commands; raises Unreachable when none runs."""
-    from kvasir_node.surfaces.nodefile import read_node_file
+    from kvasir_node.surfaces.nodefile import is_claimed, read_node_file, why_none
 
     data_dir = data_dir_of(context.obj.settings())
     found = read_node_file(data_dir)
     if found is None:
-        raise Unreachable(f"no node runs on the data directory {data_dir}; start one with `kvasir-node up`")
+        start = f"start one with `kvasir-node up --data-dir {data_dir}`"
+        raise Unreachable(f"{why_none(data_dir)}; {'ask again once it is ready' if is_claimed(data_dir) else start}")
     return found

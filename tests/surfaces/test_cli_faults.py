@@ -18,6 +18,7 @@ from kvasir_node.base.settings import load_settings
 from kvasir_node.roles.known_models import locate_model
 from kvasir_node.surfaces import cli
 from kvasir_node.surfaces.client import node_url
+from kvasir_node.surfaces.nodefile import claimed
 
 DEMO_FOLDER = Path(cli.__file__).parents[1] / "demo"
 PEER = "12D3KooWLShEmUMRzomUQ2kA4V8Gxc42syLYf6L18Jqy6uoVkgCd"
@@ -182,6 +183,17 @@ def test_a_dry_run_accepts_what_a_start_accepts(run):
 def test_node_url_prefers_the_url_that_was_given(tmp_path):
     settings = load_settings(flags={"node.data_dir": str(tmp_path)})
     assert node_url(settings, "127.0.0.1:1/") == "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize("command", [["status"], ["ticket"], ["id"], ["stop"]])
+@pytest.mark.parametrize("by_default", [True, False])
+def test_a_node_that_is_just_starting_is_not_told_to_start(run, command, by_default, tmp_path):
+    data_dir = tmp_path / "data" / "kvasir-node" if by_default else tmp_path / "d"
+    where = () if by_default else ("--data-dir", str(data_dir))
+    with claimed(data_dir):
+        code, out, err = run(*command, *where)
+    assert (code, out) == (3, "")
+    assert f"a node is just starting on the data directory {data_dir}; " in err
 
 
 # An interrupt before there is anything to end ----------------------------------------------------------------

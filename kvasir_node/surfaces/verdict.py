@@ -66,9 +66,14 @@ def _coordinator(snapshot: NodeSnapshot) -> tuple[Level, str, str]:
     return Level.GOOD, f"SERVING {clean(model.name, 24)}", f"{slots.state}, {load}; {helpers(snapshot)}"
 
 
+def _ready(snapshot: NodeSnapshot) -> int:
+    """Proven workers that hold something; one that has left stays listed, for its history, and has no slices."""
+    return sum(worker.state == "proven" and bool(worker.slices) for worker in snapshot.workers)
+
+
 def helpers(snapshot: NodeSnapshot) -> str:
     """Who computes experts for this coordinator now."""
-    proven = sum(worker.state == "proven" for worker in snapshot.workers)
+    proven = _ready(snapshot)
     if not snapshot.fanout.on:
         return f"alone, {counted(proven, 'worker')} ready" if proven else "alone"
     gain = snapshot.fanout.measured_gain or snapshot.fanout.predicted_gain
@@ -111,6 +116,6 @@ def _advice_saturated(snapshot: NodeSnapshot) -> str:
         return f"the queue is nearly full, then requests are refused; {_JOINS}"
     if snapshot.fanout.on:
         return f"workers help; {_JOINS}"
-    if any(worker.state == "proven" for worker in snapshot.workers):
+    if _ready(snapshot):
         return f"workers are here and do not help: {clean(snapshot.fanout.reason, 80)}"
     return f"nobody helps yet; {_JOINS}"

@@ -89,6 +89,11 @@ def test_a_calm_node_says_so_and_one_that_was_never_asked_says_how():
         ({"worker": WorkerSnapshot("paused", reason="on battery")}, "SERVING demo", "resume` lends again"),
         ({"slots": replace(busy_snapshot().slots, queued=60)}, "SATURATED", "the queue is nearly full"),
         ({"slots": busy_snapshot().slots}, "SATURATED  4 of 4 slots busy, 9 waiting; alone", "nobody helps yet"),
+        (  # it has left, or is shut out
+            {"slots": busy_snapshot().slots, "workers": (replace(busy_snapshot().workers[0], slices=()),)},
+            "SATURATED  4 of 4 slots busy, 9 waiting; alone",
+            "nobody helps yet",
+        ),
         (
             {"slots": busy_snapshot().slots, "workers": busy_snapshot().workers},
             "alone, 1 worker ready",

@@ -33,7 +33,7 @@ RefArgument = Annotated[str, typer.Argument(metavar="REF", help="A name or id fr
 @library_app.command()
 def add(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="A Hugging Face checkpoint.")],
     name: Annotated[str | None, typer.Option(help="Its name here; the folder's by default.")] = None,
 ) -> None:
     """Index a checkpoint where it lies, and print its model id.

@@ -70,6 +70,8 @@ def test_another_name_for_the_same_folder_says_that_the_id_changes(run, mine):
     assert (code, err) == (0, f"replaces mine {first.strip()}: another name or other files, another id\n")
     assert second != first
     assert run("add", str(mine), "--name", "")[0] == 2
+    code, out, err = run("add", str(mine) + "x")
+    assert (code, out, f"'{mine}x' does not exist" in err) == (2, "", True)
 
 
 @pytest.mark.parametrize("text", [None, "{}", "not json"])

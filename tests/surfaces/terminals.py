@@ -42,10 +42,15 @@ class Terminal:
 
 
 @contextmanager
-def in_terminal(command: list[str], environment: dict[str, str]) -> Iterator[tuple[Terminal, int]]:
+def in_terminal(
+    command: list[str], environment: dict[str, str], lines: int = 24, width: int = 80
+) -> Iterator[tuple[Terminal, int]]:
+    """Of that size, whatever the one that the tests run in has left in their environment."""
     controller, end = pty.openpty()
+    resize(end, lines, width)
+    inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
-        command, stdin=end, stdout=end, stderr=end, env={**os.environ, **environment}, preexec_fn=_own_terminal
+        command, stdin=end, stdout=end, stderr=end, env={**inherited, **environment}, preexec_fn=_own_terminal
     )
     try:
         yield Terminal(process, controller), end

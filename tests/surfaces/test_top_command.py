@@ -28,7 +28,7 @@ def node(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_top_shows_a_running_node_and_leaves_it_alone(node, tmp_path):
     process, api = node
     command = [sys.executable, "-m", "kvasir_node", "--data-dir", str(tmp_path), "top"]
-    with in_terminal(command, {"TERM": "xterm"}) as (shown, end):
+    with in_terminal(command, {"TERM": "xterm"}, lines=40, width=120) as (shown, end):
         before = termios.tcgetattr(end)
         for text in ("SERVING demo", "+ proven", "! cannot reach", "m mapped", "Events"):
             shown.until(text)

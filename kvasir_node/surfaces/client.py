@@ -115,7 +115,8 @@ class NodeClient:
             connection.connect()
             connection.sock.settimeout(READ_TIMEOUT_S)
             connection.request(method, self._prefix + path, data, headers)
-            yield connection.getresponse()
+            with connection.getresponse() as response:  # which keeps the socket when the connection lets go of it
+                yield response
         except (OSError, HTTPException) as error:
             raise self._unreachable(error) from error
         finally:

@@ -93,7 +93,7 @@ class WorkerPeerSnapshot:
     name: str
     slices: tuple[str, ...]
     state: str  # new | trial | proven | suspect | banned
-    path: str  # direct | relay
+    path: str  # direct | relay; empty when it is not connected
     rtt_ms: float | None
     calls: int
     rows: int

@@ -60,7 +60,7 @@ SLOW_FORGET_S = 60.0  # a size of call found too slow for a peer is tried again 
 ECHO_BYTES, ECHOES = (0, 65_536), 3  # what is sent there and back by a channel, so often, to find out how far it
 # reaches; the least of each counts, because whoever waits for a busy core learns nothing of the way
 ECHO_TIMEOUT_S = 0.25  # a step waits for it, once; whoever is farther gains nothing by a channel
-FAR_S = 0.005  # beyond it one echo says enough
+FAR_S = 0.005  # beyond it one echo of many bytes says enough
 AWAY_S = 2.0  # whoever is lost within AWAY_GRACE_S after this machine was away so long, was not away itself
 AWAY_GRACE_S = 10.0
 Ping = Callable[[PeerId], Awaitable[float]]
@@ -547,7 +547,7 @@ class Crew:
             name=self._name_of(peer),
             slices=tuple(map(str, sorted(member.slices))) if member is not None else (),
             state=str(standing),
-            path="direct",
+            path="",  # whoever knows connections says it
             rtt_ms=None if expected_s is None else round(expected_s * 1000, 2),
             calls=counts.calls,
             rows=counts.rows,
@@ -567,5 +567,5 @@ def _computed_s(answer: memoryview) -> float | None:
 def _shortest_echo_s(channel: ExpressChannel, size: int) -> float:
     """Of a few, as what is waited for on a busy machine is no part of the way. Raises what the channel does."""
     first_s = channel.echo_s(size, ECHO_TIMEOUT_S)
-    more = 0 if first_s > FAR_S else ECHOES - 1
+    more = 0 if size and first_s > FAR_S else ECHOES - 1
     return min([first_s, *(channel.echo_s(size, ECHO_TIMEOUT_S) for _ in range(more))])

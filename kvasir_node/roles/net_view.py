@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
-from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot
+from kvasir_node.base.ids import PeerId
+from kvasir_node.base.snapshot import MemberSnapshot, NetSnapshot, WorkerPeerSnapshot
 from kvasir_node.net.transport import Transport
 from kvasir_node.roles.clocks import Clocks
 from kvasir_node.roles.peers import Peers
@@ -21,6 +23,12 @@ def member_snapshots(peers: Peers, transport: Transport) -> tuple[MemberSnapshot
         MemberSnapshot(peer, about.name, about.roles, paths.get(peer, ""), peers.is_guest(peer))
         for peer, about in known
     )
+
+
+def with_paths(workers: Iterable[WorkerPeerSnapshot], transport: Transport) -> tuple[WorkerPeerSnapshot, ...]:
+    """Workers as a coordinator sees them, and the way that each is reached by now; empty for those that have gone."""
+    paths = {each.peer: each.path for each in transport.connections()}
+    return tuple(replace(each, path=paths.get(PeerId(each.peer_id), "")) for each in workers)
 
 
 def net_snapshot(transport: Transport, reaching: Reaching | None, clocks: Clocks) -> NetSnapshot:

@@ -64,7 +64,7 @@ from kvasir_node.roles.manners import Keeper, lower_priority
 from kvasir_node.roles.membership import open_membership, with_granted_roles
 from kvasir_node.roles.metrics_view import metrics_snapshot
 from kvasir_node.roles.missing_experts import MissingExperts
-from kvasir_node.roles.net_view import member_snapshots, net_snapshot
+from kvasir_node.roles.net_view import member_snapshots, net_snapshot, with_paths
 from kvasir_node.roles.pairing import Pairing, PhoneInvite
 from kvasir_node.roles.peers import Peers
 from kvasir_node.roles.pulling import Progress as PullProgress
@@ -488,7 +488,7 @@ class Node:
             if coordinator is not None
             else FanoutSnapshot(reason="no coordinator"),
             throughput=coordinator.desk.throughput() if coordinator is not None else ThroughputSnapshot(),
-            workers=coordinator.crew.snapshot() if coordinator is not None else (),
+            workers=with_paths(coordinator.crew.snapshot(), self._transport) if coordinator is not None else (),
             hub=self.hub.snapshot() if self.hub is not None else None,
             worker=self.worker.snapshot() if self.worker is not None else None,
             net=net_snapshot(self._transport, self._reaching, self._finding.clocks),

@@ -38,6 +38,10 @@ async def assert_a_thief_gets_nothing(node: Node, link: str, folder: Path) -> No
         assert thief.peer_id not in {member.peer_id for member in node.snapshot().members}
 
 
+def path_of(main: Node, worker: PeerId) -> str:
+    return next(each.path for each in main.snapshot().workers if each.peer_id == worker)
+
+
 async def serve_twice(hub: Node, main: Node, folder: Path) -> set[str]:
     """A page joins by a code, leaves as when its tab is closed, and is back with its pass; the paths that it used."""
     page_folder, thief_folder = folder / "page", folder / "thief"
@@ -52,11 +56,14 @@ async def serve_twice(hub: Node, main: Node, folder: Path) -> set[str]:
         assert (members[page.peer_id].is_guest, members[page.peer_id].roles) == (True, ("worker",))
         peer, found, paths = page.peer_id, page.found, {each.path for each in page.transport.connections()}
         assert all(each.address.endswith("/ws") for each in page.transport.connections() if each.path == "direct")
+        to_main = next(each.path for each in page.transport.connections() if each.peer == main.snapshot().peer_id)
+        assert path_of(main, peer) == to_main
     assert found is not None
     served = rows_of(main, peer)
     async with open_page(page_folder, found) as page:
         assert page.peer_id == peer
         await until_it_serves(main, page, served)
+    await until(main, lambda _: path_of(main, peer) == "", "a worker without a way", 30)
     return paths
 
 

@@ -201,6 +201,16 @@ def test_config_init_show_and_path(run, tmp_path):
     assert json.loads(run("config", "show", "--json")[1])["settings"]["coordinator.slots"]["origin"] == "file"
 
 
+def test_the_form_of_the_log_is_a_flag(run, tmp_path):
+    code, out, _ = run("--data-dir", str(tmp_path), "--log-format", "json", "config", "show", "--json")
+    assert code == 0
+    assert json.loads(out)["settings"]["log.format"] == {"value": "json", "origin": "flag"}
+    code, _, err = run("--data-dir", str(tmp_path), "--log-format", "xml", "config", "show")
+    assert code == 2
+    assert "json" in err
+    assert "xml" in err
+
+
 def test_global_flags_may_stand_before_or_after_the_verb():
     rest = ["status", "--json"]
     assert cli.hoisted(["status", "--data-dir", "d", "--json", "--no-color"]) == [

@@ -119,6 +119,15 @@ async def test_bad_requests_are_refused_in_openais_shape():
         assert (await served.chat()).status_code == 200  # and the server is none the worse
 
 
+async def test_no_page_of_another_origin_may_read_an_answer():
+    """CORS is off: an answer, also one to a browser's question beforehand, allows no origin."""
+    ask = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
+    async with serve(fake()) as served:
+        answers = [await served.client.request(method, "/v1/models", headers=ask) for method in ("GET", "OPTIONS")]
+    assert [each.status_code for each in answers] == [200, 405]
+    assert not [name for each in answers for name in each.headers if name.startswith("access-control")]
+
+
 @pytest.mark.parametrize("headers", [{"host": "localhost:1"}, {"host": "[::1]"}, {"origin": "http://localhost:3000"}])
 async def test_loopback_names_may_ask(headers):
     async with serve(fake()) as served:

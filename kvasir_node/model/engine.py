@@ -350,7 +350,8 @@ class Engine:
         )
 
     def check(self, job: Job) -> None:
-        if job.id in self._running or job.id in self._paused or any(seat.job.id == job.id for seat in self._joining):
+        joining = [seat.job.id for seat in list(self._joining)]  # a copy: a step may take one out meanwhile
+        if job.id in self._running or job.id in self._paused or job.id in joining:
             raise BugError(f"job {job.id} joined twice")
         if not 1 <= len(job.prompt) < self.context:
             raise UsageError(

@@ -258,6 +258,27 @@ def test_a_job_that_cannot_be_computed_is_the_callers_mistake(trunk, prompt, max
     assert engine.free_slots == 1
 
 
+class MeddlingId(int):
+    """Whoever compares it finds that a step has taken a job out meanwhile."""
+
+    engine: Engine
+
+    def __eq__(self, other: object) -> bool:
+        self.engine._joining.rotate(1)
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_whether_a_job_can_be_computed_is_asked_while_a_step_takes_others_in(trunk):
+    engine = Engine(trunk, 3, CONTEXT, 16)
+    first, second = MeddlingId(1), MeddlingId(2)
+    first.engine = second.engine = engine
+    engine.join(job(first, (1, 2)))
+    engine.join(job(second, (1, 2)))
+    engine.check(job(3, (1, 2)))
+
+
 def test_joining_twice_is_a_bug(trunk):
     engine = Engine(trunk, 2, CONTEXT, 16)
     engine.join(job(1, (1, 2)))

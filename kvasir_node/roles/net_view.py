@@ -16,9 +16,13 @@ from kvasir_node.roles.reaching import Reaching
 MEMBERS_SHOWN_MAX = 512
 
 
+def _paths(transport: Transport) -> dict[PeerId, str]:
+    return {each.peer: each.path for each in transport.connections()}
+
+
 def member_snapshots(peers: Peers, transport: Transport) -> tuple[MemberSnapshot, ...]:
     known = islice(peers.about().items(), MEMBERS_SHOWN_MAX)
-    paths = {each.peer: each.path for each in transport.connections()}
+    paths = _paths(transport)
     return tuple(
         MemberSnapshot(peer, about.name, about.roles, paths.get(peer, ""), peers.is_guest(peer))
         for peer, about in known
@@ -27,7 +31,7 @@ def member_snapshots(peers: Peers, transport: Transport) -> tuple[MemberSnapshot
 
 def with_paths(workers: Iterable[WorkerPeerSnapshot], transport: Transport) -> tuple[WorkerPeerSnapshot, ...]:
     """Workers as a coordinator sees them, and the way that each is reached by now; empty for those that have gone."""
-    paths = {each.peer: each.path for each in transport.connections()}
+    paths = _paths(transport)
     return tuple(replace(each, path=paths.get(PeerId(each.peer_id), "")) for each in workers)
 
 

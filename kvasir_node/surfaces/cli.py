@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -32,6 +32,7 @@ from kvasir_node.surfaces.life_commands import life_app
 from kvasir_node.surfaces.reading_commands import reading_app
 from kvasir_node.surfaces.revoke_command import revoke_app
 from kvasir_node.surfaces.run_command import run_app
+from kvasir_node.surfaces.signals import handled
 from kvasir_node.surfaces.sim_command import sim_app
 from kvasir_node.surfaces.ticket_command import node_file, ticket_app
 from kvasir_node.surfaces.top_command import top_app
@@ -176,7 +177,7 @@ def up(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _assignments(set_ or [], given)
     settings = context.obj.settings(given)
-    with _ending_at_once():
+    with handled((signal.SIGINT, signal.SIGTERM), _end_at_once):
         from kvasir_node.surfaces.config_text import settings_document
         from kvasir_node.surfaces.preflight import check_settings
 
@@ -235,21 +236,11 @@ def _open_node(renewal: str, settings: Settings) -> AbstractAsyncContextManager[
     return open_node(settings, renewal=Renewal(renewal))
 
 
-@contextmanager
-def _ending_at_once() -> Iterator[None]:
-    """SIGINT and SIGTERM end the process at once, until run_up listens for them: nothing has been opened yet.
+def _end_at_once(number: int, frame: object) -> NoReturn:
+    """On SIGINT or SIGTERM before run_up listens for them: nothing has been opened yet.
 
     An exception in the middle of an import would come out of some libraries as another one.
     """
-    previous = {number: signal.signal(number, _end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _end_at_once(number: int, frame: object) -> NoReturn:
     os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
 

@@ -21,6 +21,7 @@ from kvasir_node.base.errors import CapacityError, UsageError
 from kvasir_node.store.catalog import DEMO
 from kvasir_node.surfaces.client import NodeClient
 from kvasir_node.surfaces.progress import waiting
+from kvasir_node.surfaces.signals import handled
 
 ANSWER_SCHEMA = "kvasir.answer/1"
 CHAT_SCHEMA = "kvasir.chat/1"
@@ -126,23 +127,13 @@ def private_node(model: Path | None, data_dir: Path | None = None, *, no_color: 
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, process_group=0
         )
         try:
-            with _ended_by_signals():
+            # SIGTERM and SIGHUP (the terminal is gone) become SystemExit, so that the private node ends with us.
+            with handled((signal.SIGTERM, signal.SIGHUP), _exit):
                 with waiting(lambda: "starting a private node", no_color=no_color):
                     url = _url_when_ready(process, log)
                 yield url
         finally:
             _stop(process)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP (the terminal is gone) become SystemExit, so that the private node ends with us."""
-    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: object) -> NoReturn:

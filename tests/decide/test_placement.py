@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -418,12 +419,14 @@ def test_a_hub_that_failed_to_renew_before_another_took_over_sends_the_lease_now
     assert renewal.hub == HUB_2
 
 
-def without_a_hub(player: Player, until: float) -> None:
-    """Lets time pass in which no hub answers; stops when the lease ends."""
+def without_a_hub(player: Player, until: float, *, nor_coordinator: bool = False) -> None:
+    """Lets time pass in which no hub answers (and no coordinator either); stops when the lease ends."""
     while player.now < until and player.stage() is not Stage.DRAINING:
         for command in player.ticks():
             if isinstance(command, RenewLeases):
                 player.hears(RenewFailed("lease 1", HUB))
+            elif isinstance(command, Attach) and nor_coordinator:
+                player.hears(StepFailed("lease 1", retry=True))
             elif isinstance(command, PollHub):
                 player.hears(PollFailed(HUB))
 
@@ -450,29 +453,14 @@ def test_law_8_an_outage_of_our_own_line_ends_no_lease_of_a_proven_slice_before_
     player = at_stage(Stage.SERVING)
     player.hears(CoordinatorLost("lease 1"))
     lost_at = player.now
-    while player.stage() is not Stage.DRAINING:
-        for command in player.ticks():
-            if isinstance(command, RenewLeases):
-                player.hears(RenewFailed("lease 1", HUB))
-            elif isinstance(command, Attach):
-                player.hears(StepFailed("lease 1", retry=True))
-            elif isinstance(command, PollHub):
-                player.hears(PollFailed(HUB))
+    without_a_hub(player, math.inf, nor_coordinator=True)
     assert 60.0 < player.now - lost_at < 60.0 + 10.0 + 1.0
 
 
 def test_after_an_outage_longer_than_the_lease_a_proven_slice_is_renewed_attached_and_serves_again():
     player = at_stage(Stage.SERVING)
     player.hears(CoordinatorLost("lease 1"))
-    until = player.now + 30.0
-    while player.now < until:
-        for command in player.ticks():
-            if isinstance(command, RenewLeases):
-                player.hears(RenewFailed("lease 1", HUB))
-            elif isinstance(command, Attach):
-                player.hears(StepFailed("lease 1", retry=True))
-            elif isinstance(command, PollHub):
-                player.hears(PollFailed(HUB))
+    without_a_hub(player, player.now + 30.0, nor_coordinator=True)
     player.waits_for(RenewLeases)
     player.hears(Renewed("lease 1", 15.0))
     player.waits_for(Attach)

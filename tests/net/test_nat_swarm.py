@@ -125,18 +125,21 @@ def all_proven(homes: Homes) -> int:
     return last
 
 
+def cut_for(lab: Lab, router: str, seconds: float) -> None:
+    """Nothing passes a home's line for so long."""
+    lab.cut(router)
+    time.sleep(seconds)
+    lab.mend(router)
+
+
 def test_an_outage_of_the_workers_line(direct, capsys):
     with survived(direct, capsys, "20 s outage of the worker's line"):
-        direct.lab.cut("natB")
-        time.sleep(20)
-        direct.lab.mend("natB")
+        cut_for(direct.lab, "natB", 20)
 
 
 def test_an_outage_of_the_coordinators_line(direct, capsys):
     with survived(direct, capsys, "30 s outage of the coordinator's line"):
-        direct.lab.cut("natA")
-        time.sleep(30)
-        direct.lab.mend("natA")
+        cut_for(direct.lab, "natA", 30)
 
 
 def forget_mappings(lab: Lab, router: str) -> None:
@@ -176,9 +179,7 @@ def test_a_machine_that_gets_another_address(direct, capsys, host, number):
 
 def test_an_outage_of_a_line_over_which_a_relay_serves(relayed, capsys):
     with survived(relayed, capsys, "20 s outage of the worker's line, over a relay"):
-        relayed.lab.cut("natB")
-        time.sleep(20)
-        relayed.lab.mend("natB")
+        cut_for(relayed.lab, "natB", 20)
 
 
 def test_a_relay_serves_for_as_long_as_it_is_asked_to(relayed, capsys):

@@ -4,6 +4,8 @@ import '../../kvasir_node/phone/src/base/polyfill.js'
 import { createHash } from 'node:crypto'
 import { readFileSync } from 'node:fs'
 import { createInterface } from 'node:readline'
+import { multiaddrConnectionPair } from '@libp2p/utils'
+import { yamux } from '@libp2p/yamux'
 import { objection } from '../../kvasir_node/phone/src/decide/manners.js'
 import { type Command, type Event, Placement } from '../../kvasir_node/phone/src/decide/placement.js'
 import { Misbehaved } from '../../kvasir_node/phone/src/base/errors.js'
@@ -16,7 +18,8 @@ import { CallStream } from '../../kvasir_node/phone/src/net/callStream.js'
 import type { ByteStream } from '../../kvasir_node/phone/src/net/byteStream.js'
 import { encodeError, decodeError } from '../../kvasir_node/phone/src/net/frames.js'
 import { hello } from '../../kvasir_node/phone/src/net/hello.js'
-import { dialAddress } from '../../kvasir_node/phone/src/net/network.js'
+import { dialAddress, muxer } from '../../kvasir_node/phone/src/net/network.js'
+import { tellWindowsSeldom } from '../../kvasir_node/phone/src/net/windows.js'
 import { mayTake, pair, readLink, readPass } from '../../kvasir_node/phone/src/net/pairing.js'
 import { megabytes, verdictOf } from '../../kvasir_node/phone/src/page/words.js'
 import { Rate } from '../../kvasir_node/phone/src/page/rate.js'
@@ -156,6 +159,19 @@ const operations: Record<string, (...given: any[]) => unknown> = {
     for (const body of calls) calling.call(1, bytes(body), 60).then(result => results.push(hex(result)), (error: Error) => results.push(error.name))
     for (const chunk of chunks) { stream.data(bytes(chunk)); await turn(); await turn() }
     return { written: stream.written.map(hex), results, notices, ended, isReset: stream.isReset }
+  },
+  /** How many of so many bytes come from a peer that sends what yamux's own windows let it, in pieces of 64 KiB. */
+  windows: async (count: number, waitMs: number) => {
+    const [near, far] = multiaddrConnectionPair()
+    const [here, peer] = [muxer().createStreamMuxer(near), yamux({ enableKeepAlive: false })().createStreamMuxer(far)]
+    peer.addEventListener('stream', ({ detail }) => { for (let at = 0; at < count; at += 1 << 16) detail.send(new Uint8Array(1 << 16)) })
+    const stream = await here.createStream()
+    tellWindowsSeldom(stream)
+    let received = 0
+    stream.addEventListener('message', ({ data }) => { received += data.byteLength })
+    const until = performance.now() + waitMs
+    while (received < count && performance.now() < until) await turn()
+    return received
   },
   /** One download from scripted providers: each answers a WANT by its table of block -> bytes, "missing" or "bad". */
   download: async (wanted: Record<string, string>, providers: Record<string, Record<string, string>>) => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,4 +58,5 @@ def bundle(phone: Path, source: Path, target: Path) -> None:
     command += ["--target=node20", f"--outfile={target}", "--log-level=warning"]
     require = "import { createRequire } from 'node:module'; const require = createRequire(import.meta.url);"
     command.append(f"--banner:js={require}")
-    subprocess.run(command, check=True, timeout=BUNDLE_TIMEOUT_S)
+    environment = {**os.environ, "NODE_PATH": str(phone / "node_modules")}  # for what lies outside of `phone`
+    subprocess.run(command, check=True, timeout=BUNDLE_TIMEOUT_S, env=environment)

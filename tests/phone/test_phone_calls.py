@@ -78,6 +78,10 @@ def test_an_end_that_takes_no_calls_says_so(parts):
 BLOCKS = {cid_of(bytes([n]) * 50): (bytes([n]) * 50).hex() for n in range(20)}
 
 
+def test_a_peer_that_was_told_of_no_larger_window_sends_all_the_same(parts):
+    assert parts("windows", 4 << 20, 5000) == 4 << 20
+
+
 def test_blocks_come_from_whoever_has_them(parts):
     half = dict(list(BLOCKS.items())[:10])
     rest = dict(list(BLOCKS.items())[10:])

@@ -16,9 +16,10 @@ import { tellWindowsSeldom } from './windows.js'
 const PING_MS = 5000 // how often a connection's round trip is measured ...
 const SILENCE_MS = 20_000 // ... and who does not answer for so long is gone; a busy machine may well take seconds
 const DIAL_S = 10
-const WINDOW_BYTES = 1 << 20 // of a stream at first; it grows up to ...
-const WINDOW_BYTES_MAX = 8 << 20
+const WINDOW_BYTES_MAX = 8 << 20 // what a stream's window grows up to
 const READ_BUFFER_BYTES_MAX = 16 << 20
+
+export const muxer = yamux({ streamOptions: { maxStreamWindowSize: WINDOW_BYTES_MAX, maxReadBufferLength: READ_BUFFER_BYTES_MAX } })
 
 /** Bytes of our streams, both ways, since the start. */
 export interface Traffic { received: number, sent: number }
@@ -39,9 +40,7 @@ export class Network {
       privateKey: await generateKeyPairFromSeed('Ed25519', options.seed),
       transports: [webSockets(), circuits(), ...options.transports ?? []],
       connectionEncrypters: [noise()],
-      streamMuxers: [yamux({
-        streamOptions: { initialStreamWindowSize: WINDOW_BYTES, maxStreamWindowSize: WINDOW_BYTES_MAX, maxReadBufferLength: READ_BUFFER_BYTES_MAX }
-      })],
+      streamMuxers: [muxer],
       connectionGater: { denyDialMultiaddr: () => false }, // private addresses are refused otherwise
       connectionMonitor: { pingInterval: PING_MS, pingTimeout: { minTimeout: SILENCE_MS } }
     })

@@ -32,6 +32,7 @@ class _Bin:
     took_s: float
     count: float  # observations, fading with age
     seen_at: float
+    number: int  # of its last observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class AffineFit:
     (Σ w_j + PRIOR_COUNT). So data give the level at once; the prior gives the proportions until sizes differ; and
     what is old decays towards the prior itself.
 
+    Then θ is scaled to what was seen last, by exp(Σ v_j ln(y_j / x_j·θ) / (Σ v_j + PRIOR_COUNT)), where v_j is w_j,
+    halved for each LEVEL_HALF_LIFE observations that were made since the bin's last one. A worker that was timed while
+    it loaded its slices was slow at many sizes, and is not at the few that a plan gives it now; the many would outweigh
+    them for minutes.
+
     An observation far from its bin counts as one at the edge of what is usual (Huber). SHIFT_AFTER of them in a row
     on the same side are no accident: the machine has changed, or some bins were wrong. They and all bins that are as
     old as what was found wrong are scaled by the least of them; but as it may have been one size alone, the others keep
@@ -67,6 +73,8 @@ class AffineFit:
     """
 
     HALF_LIFE_S: ClassVar[float] = 30.0
+    LEVEL_HALF_LIFE: ClassVar[float] = 4.0
+    LEVEL_ASIDE_MAX: ClassVar[float] = 2.0  # of a logarithm: what is further off was no measurement of this machine
     COUNT_MAX: ClassVar[float] = 8.0  # observations that a bin averages over
     COUNT_MIN: ClassVar[float] = 0.25  # a bin that counts less is begun anew by the next of its size
     PRIOR_COUNT: ClassVar[float] = 0.5  # what a prior weighs, in observations
@@ -83,6 +91,8 @@ class AffineFit:
     _bins: dict[tuple[int, ...], _Bin] = field(default_factory=dict[tuple[int, ...], _Bin])
     _streak: list[tuple[float, tuple[int, ...]]] = field(default_factory=list[tuple[float, tuple[int, ...]]])
     # of outliers on one side, in a row: logarithm, and which bin
+    _observed: int = 0
+    _theta: Numbers = ()  # as last estimated: how much longer one size takes than another of the same bin
     _stale_until: float = -math.inf  # bins not seen after this are of before the change, if the streak is one
 
     @property
@@ -94,23 +104,30 @@ class AffineFit:
         """`features` begin with 1. Times that are not positive and finite are no observations."""
         if not (0.0 < took_s < math.inf) or not all(math.isfinite(x) for x in features):
             return
+        self._observed += 1
         key = tuple(math.frexp(x)[1] if x > 0 else -1 for x in features)
         found = self._bins.get(key)
         if found is None or now - found.seen_at > self.STALE_S or found.count < self.COUNT_MIN:
-            self._bins[key] = _Bin(features, took_s, 1.0, now)
+            self._bins[key] = _Bin(features, took_s, 1.0, now, self._observed)
             if len(self._bins) > self.BINS_MAX:
                 del self._bins[min(self._bins, key=lambda each: (self._bins[each].seen_at, each))]
             return
-        aside = math.log(took_s / found.took_s)
+        aside = math.log(took_s / (found.took_s * self._longer(features, found.features)))
         edge = math.log1p(self.USUAL * max(self.deviation, self.DEVIATION_MIN))
         if self._has_shifted(key, aside, edge, now):
             return
         usual = max(-edge, min(edge, aside))
         self.deviation += (abs(usual) - self.deviation) / 16
         count = min(self.COUNT_MAX, self._faded(found, now) + 1.0)
-        found.features = tuple(old + (new - old) / count for old, new in zip(found.features, features, strict=True))
-        found.took_s *= math.exp(usual / count)
-        found.count, found.seen_at = count, now
+        mean = tuple(old + (new - old) / count for old, new in zip(found.features, features, strict=True))
+        found.took_s *= self._longer(mean, found.features) * math.exp(usual / count)
+        found.features = mean
+        found.count, found.seen_at, found.number = count, now, self._observed
+
+    def _longer(self, features: Numbers, others: Numbers) -> float:
+        """How many times longer these should take than others of their bin, which are at most about twice as many."""
+        usual = _dot(others, self._theta) if self._theta else 0.0
+        return max(0.5, min(2.0, _dot(features, self._theta) / usual)) if usual > 0.0 else 1.0
 
     def _has_shifted(self, key: tuple[int, ...], aside: float, edge: float, now: float) -> bool:
         if abs(aside) <= edge:
@@ -148,9 +165,23 @@ class AffineFit:
         )
         start = tuple(level * each for each in prior)
         theta = _least_squares([(w, each.features, each.took_s) for w, each in weights], start, self.SHAPE)
+        scale = self._level(weights, theta)
+        theta = self._theta = tuple(each * scale for each in theta)
         believed = total / (total + self.PRIOR_COUNT)
         doubt = believed * max(self.deviation, self.DEVIATION_MIN) + (1.0 - believed) * prior_doubt
         return Estimate(theta, doubt, min(now - each.seen_at for _, each in weights))
+
+    def _level(self, weights: Sequence[tuple[float, _Bin]], theta: Numbers) -> float:
+        """What scales `theta` to what was seen last."""
+        aside, total = 0.0, self.PRIOR_COUNT
+        for weight, found in weights:
+            recent = weight * 0.5 ** ((self._observed - found.number) / self.LEVEL_HALF_LIFE)
+            predicted_s = _dot(found.features, theta)
+            if predicted_s > 0.0:
+                each = math.log(found.took_s / predicted_s)
+                aside += recent * max(-self.LEVEL_ASIDE_MAX, min(self.LEVEL_ASIDE_MAX, each))
+            total += recent
+        return math.exp(aside / total)
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

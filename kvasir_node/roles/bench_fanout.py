@@ -45,6 +45,8 @@ SPARE_PROMPTS = 4  # for those whose answers end early
 PROBE_TOKENS = 32  # of the answers that are compared
 BURST_S = 2.0  # about, of one burst
 SETTLE_S = 4.0  # after a change of load, before a coordinator with workers is measured
+EMULATED_SETTLE_S = 30.0  # after emulated workers came: their steps are that much longer, and loading them cost time
+EMULATED_BURSTS = 3  # of which the median counts
 PARTS_SHARE, REAL_SHARE = 0.1, 0.45  # of the time; the rest is for emulated devices
 STALLED_S = 120.0  # without one more proven slice
 POLL_S = 0.3
@@ -217,10 +219,10 @@ class _Bench:
         took_s = [side.burst(self._prompts[:count], TOKENS_MIN).token_s for side in sides.values()]
         return min(TOKENS_MAX, max(least, round(BURST_S / max(took_s))))
 
-    def _settle(self, side: BenchNode, count: int, length: int) -> None:
+    def _settle(self, side: BenchNode, count: int, length: int, seconds: float = SETTLE_S) -> None:
         """Until a coordinator has found out what pays with so many requests; not counted."""
         with self._not_counted():
-            until = monotonic() + SETTLE_S
+            until = monotonic() + seconds
             while monotonic() < until:
                 side.burst(self._prompts[:count], length)
 
@@ -259,7 +261,7 @@ class _Bench:
             lengths: dict[int, int] = {}
             for number, count in enumerate(counts):
                 lengths[count] = self._warm_up({ALONE: main}, count, TOKENS_MIN)
-                alone[count] = main.burst(self._prompts[:count], lengths[count])
+                alone[count] = self._median_burst(main, count, lengths[count])
                 if number and self._left_s(1) < (1 - REAL_SHARE) * self._plan.seconds * 0.7:
                     break
             found += [_point(0, 0.0, count, burst, burst, parts, alone) for count, burst in alone.items()]
@@ -295,10 +297,14 @@ class _Bench:
             for number, count in enumerate(sorted(alone, key=_away_from_at)):
                 if number and monotonic() > ends_at:
                     break
-                self._settle(main, count, TOKENS_MIN)
-                burst = main.burst(self._prompts[:count], lengths[count])
+                self._settle(main, count, TOKENS_MIN, SETTLE_S if number else EMULATED_SETTLE_S)
+                burst = self._median_burst(main, count, lengths[count])
                 found.append(_point(workers, rtt_ms, count, burst, alone[count], parts, alone))
         return found
+
+    def _median_burst(self, node: BenchNode, count: int, length: int) -> Burst:
+        bursts = [node.burst(self._prompts[:count], length) for _ in range(EMULATED_BURSTS)]
+        return sorted(bursts, key=lambda each: each.tokens_per_s)[EMULATED_BURSTS // 2]
 
     # Nodes ----------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ from kvasir_node.roles.reaching import Reaching
 from kvasir_node.roles.revoking import FILE_NAME as REVOKED_FILE_NAME
 from kvasir_node.roles.revoking import Revocations, RevocationTeller
 from kvasir_node.roles.slice_notes import FILE_NAME as SLICES_FILE_NAME
-from kvasir_node.roles.slowdown import Pace, stretched
+from kvasir_node.roles.slowdown import Pace, Turns, stretched
 from kvasir_node.roles.swarm_key import Renewal, SwarmKey, read_swarm_key
 from kvasir_node.roles.throttle import Throttle
 from kvasir_node.roles.warnings import emulations, for_people, tell_changes
@@ -143,7 +143,7 @@ class Node:
         self._finding = Finding(settings, transport, membership, self._peers, self._require_member, swarm)
         self._demand_refusals: dict[PeerId, str] = {}  # by hub
         slowdown = settings.compute.slowdown
-        self._pace = Pace(slowdown) if slowdown > 1 else None  # one for all roles: they share the emulated device
+        self._pace = Pace(slowdown, Turns()) if slowdown > 1 else None  # one for all roles of an emulated device
         self.coordinator: Coordinator | None = None
         self.hub: Hub | None = None
         self.worker: Worker | None = None

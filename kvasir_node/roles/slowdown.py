@@ -9,14 +9,23 @@ c is CPU time of the computing thread and not time on the clock. Many emulated d
 for a core that another one uses, its clock runs and it computes nothing, and stretching that wait would count the
 crowd `slowdown` times. Up to 1 / slowdown of the devices can compute at once on one core before it shows. With more
 than one of `node.threads` only the calling thread's part is measured, which lasts about as long as all of them.
+
+Nor do devices share a memory bus, as processes of one machine do: two that compute a layer's experts at the same
+moment, as a coordinator and its workers would, each take longer for it. So they take turns (`Turns`), and the wait for
+one's turn is part of the sleep.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,23 +48,46 @@ class Mark:
     used_s: float
 
 
+class Turns:
+    """One at a time among all emulated devices of this user and machine; a process that dies gives its turn back."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        path = path or Path(tempfile.gettempdir()) / f"kvasir-emulated-{os.getuid()}.lock"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()  # the file's lock is one for all threads of a process
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class Pace:
     """The one core of an emulated device. Any thread may compute; together they are as slow as one core.
 
     The core's time is booked: a computation begins when it is asked for or when all before it are over, whichever is
-    later, and lasts `slowdown` times its CPU time. So no lock is held while anybody computes, what is too short to be
-    slept adds up, and the total is right.
+    later, and lasts `slowdown` times its CPU time. So what is too short to be slept adds up, what was waited for is no
+    part of it, and the total is right.
     """
 
     def __init__(
         self,
         slowdown: float,
+        turns: Turns | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._slowdown = slowdown
+        self._turns = turns
         self._clock = clock
         self._used = used
         self._sleep = sleep
@@ -65,6 +97,10 @@ class Pace:
 
     def begin(self) -> Mark:
         return Mark(self._clock(), self._used())
+
+    def turn(self) -> AbstractContextManager[None]:
+        """For experts: held while they are computed, between `begin` and `end`."""
+        return nullcontext() if self._turns is None else self._turns.turn()
 
     def end(self, mark: Mark) -> None:
         """Sleeps until the computation that began at `mark`, in this thread, is over on the emulated device."""
@@ -125,7 +161,8 @@ class StretchedExperts(OwnExperts):
         pair_weight: torch.Tensor,
     ) -> torch.Tensor:
         mark = self._pace.begin()
-        sums = super().compute(layer, rows, pair_row, pair_expert, pair_weight)
+        with self._pace.turn():
+            sums = super().compute(layer, rows, pair_row, pair_expert, pair_weight)
         self._pace.end(mark)
         return sums
 
@@ -135,7 +172,8 @@ def stretched(compute: Compute, pace: Pace) -> Compute:
 
     def compute_slowly(shard: ExpertShard, request: ExpertRequest) -> torch.Tensor:
         mark = pace.begin()
-        sums = compute(shard, request)
+        with pace.turn():
+            sums = compute(shard, request)
         pace.end(mark)
         return sums
 

@@ -128,6 +128,28 @@ def test_a_jittering_machine_is_doubted_more_than_a_steady_one():
     assert jittering.estimate(PRIOR, 0.6, 2.0).doubt > 3 * steady.estimate(PRIOR, 0.6, 2.0).doubt
 
 
+def test_a_worker_that_was_slow_at_many_sizes_while_it_loaded_is_believed_at_the_one_that_it_has_now():
+    fit = fitted([(1.0, float(n), 2.0 * n) for n in range(1, 65, 3)], theta=tuple(1.6 * each for each in TRUTH))
+    size = (1.0, 44.0, 90.0)
+    for step in range(24):  # two steps of a model of twelve layers
+        fit.observe(size, of(TRUTH, size), 2.0 + 0.05 * step)
+    assert fit.estimate(PRIOR, 0.6, 3.2).at(*size) == pytest.approx(of(TRUTH, size), rel=0.1)
+
+
+def test_sizes_of_one_bin_that_take_longer_as_they_are_larger_are_no_jitter():
+    """A call of 8 experts and one of 15 are of one bin; each took what it should."""
+    chance, fit = random.Random(3), AffineFit()
+    for step in range(200):
+        activated = chance.randrange(8, 16)
+        size = (1.0, float(activated), 2.0 * activated)
+        fit.observe(size, of(TRUTH, size), 0.05 * step)
+        fit.estimate(TRUTH, 0.6, 0.05 * step)
+    found = fit.estimate(TRUTH, 0.6, 10.0)
+    assert found.doubt < 0.1
+    for size in ((1.0, 8.0, 16.0), (1.0, 15.0, 30.0)):
+        assert found.at(*size) == pytest.approx(of(TRUTH, size), rel=0.02)
+
+
 observations = st.lists(
     st.tuples(
         st.floats(0, 1e4),

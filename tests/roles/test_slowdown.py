@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from swarm import PROMPTS, ask, open_swarm
 
 from kvasir_node.model.trunk import RowTally
-from kvasir_node.roles.slowdown import GRAIN_S, LATE_MAX_S, Pace, StretchedDispatch, stretched
+from kvasir_node.roles.slowdown import GRAIN_S, LATE_MAX_S, Pace, StretchedDispatch, Turns, stretched
 
 
 class Machine:
@@ -110,6 +111,63 @@ def test_threads_that_compute_at_the_same_time_share_one_core():
     for thread in threads:
         thread.join()
     assert time.monotonic() - began_at >= 0.19
+
+
+@pytest.fixture
+def turns_of(tmp_path):
+    """Makes `Turns` of one machine, each as another process has them."""
+    made: list[Turns] = []
+
+    def make() -> Turns:
+        made.append(Turns(tmp_path / "turns.lock"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_emulated_devices_of_a_machine_compute_experts_one_after_the_other(turns_of):
+    inside, most = 0, 0
+
+    def compute(turns: Turns) -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with turns.turn():
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.000_1)
+                inside -= 1
+
+    first, second = turns_of(), turns_of()
+    threads = [threading.Thread(target=compute, args=(turns,)) for turns in (first, first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (inside, most) == (0, 1)
+
+
+def test_a_computation_that_fails_gives_its_turn_back(turns_of):
+    with pytest.raises(ZeroDivisionError), turns_of().turn():
+        raise ZeroDivisionError
+    with turns_of().turn():
+        pass
+
+
+def test_the_wait_for_a_turn_is_part_of_the_sleep():
+    class LateTurns(Turns):
+        def __init__(self) -> None: ...
+
+        @contextmanager
+        def turn(self):
+            machine.now += 0.03  # another device computed
+            yield
+
+    machine = Machine()
+    pace = Pace(10, LateTurns(), clock=lambda: machine.now, used=lambda: machine.used_s, sleep=machine.sleep)
+    stretched(lambda *_: machine.compute(0.01), pace)(None, None)
+    assert machine.now == pytest.approx(100.1)
 
 
 class SlowExperts:

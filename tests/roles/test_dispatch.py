@@ -226,6 +226,21 @@ def test_a_row_travels_once_however_many_of_its_experts_a_worker_computes(own):
     assert call.request.rows.device.type == call.request.pair_row.device.type == "cpu"
 
 
+@pytest.mark.parametrize(("long_s", "noted"), [(60.0, 1), (0.0, len(LAYERS))])
+def test_after_a_long_forward_every_call_tells_what_it_took(own, monkeypatch, long_s, noted):
+    """A coordinator whose steps take seconds would know its workers only after minutes."""
+    monkeypatch.setattr("kvasir_node.roles.dispatch.LONG_FORWARD_S", long_s)
+    crew = FakeCrew({ANN: answer_of(own, "honest")})
+    dispatch = make_dispatch(own, crew)
+    follow(dispatch, route_of(ANN))
+    for _ in range(2):
+        dispatch.begin(5)
+        for layer in LAYERS:
+            dispatch(layer, *random_rows(layer))
+        dispatch.tally()
+    assert [len(served.experts) for served in crew.heard] == [1, noted]
+
+
 def test_law_5_deadlines_of_one_layer_run_at_the_same_time(own):
     peers = tuple(PeerId(f"peer {number}") for number in range(EXPERTS))
     crew = FakeCrew({peer: answer_of(own, "silent") for peer in peers}, deadline_s=0.25)

@@ -21,6 +21,9 @@ LATE_FACTOR = 1.5  # a lease is late after this × the time in which nine of ten
 Rank = tuple[bool, float, int]  # ours to fill, share of the copies wanted that is open, copies open
 
 
+TOLD_TTL_S = 30.0  # three heartbeats of a hub
+
+
 @dataclass(frozen=True, slots=True)
 class MarketLimits:
     lease_ttl_s: float
@@ -35,7 +38,7 @@ class MarketLimits:
     unproven_per_address_max: int = 64  # leases of one range of addresses that are not proven
     hubs_max: int = 64
     guest_layers_max: int = 4  # that one guest serves
-    told_ttl_s: float = 30.0  # what another hub told counts this long
+    told_ttl_s: float = TOLD_TTL_S  # what another hub told counts this long
 
     @property
     def stand_back_s(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvasir_node.decide.market_books import TOLD_TTL_S
 from kvasir_node.sim.scenarios import HOUR_S, Scenario
 from kvasir_node.sim.swarm import Swarm
 from kvasir_node.sim.tally import Sample
@@ -56,13 +57,19 @@ def _peak(samples: Sequence[Sample], begin: float, end: float) -> list[Sample]:
 
 
 def unmet_at_peak(samples: Sequence[Sample], scenario: Scenario, patience_s: float) -> float:
-    """Share of the copies wanted that is not proven so long after nearly all of a peak's demand was there, at worst."""
+    """Share of the copies wanted that is not proven so long after nearly all of a peak's demand was there, at worst.
+
+    Where a hub dies meanwhile, patience begins when the others have forgotten what it told of its leases: until then
+    they leave to it what it had promised.
+    """
     worst = 0.0
     for begin, end in scenario.peaks:
         inside = _peak(samples, begin, end)
         most = max(sample.want for sample in inside)
         risen_at = next(sample.at for sample in inside if sample.want >= 0.95 * most)
-        late = [sample for sample in inside if sample.at >= risen_at + patience_s and sample.want]
+        dead = [at for at, what, _ in scenario.events if what == "hub dies" and begin <= at <= risen_at + patience_s]
+        since = max([risen_at, *(at + TOLD_TTL_S for at in dead)])
+        late = [sample for sample in inside if sample.at >= since + patience_s and sample.want]
         worst = max(worst, 1 - late[0].covered / late[0].want if late else 1.0)
     return worst
 

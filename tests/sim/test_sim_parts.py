@@ -1,14 +1,16 @@
 """Heap, network, shared engine and figures, each by itself."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from kvasir_node.base.ids import PeerId
-from kvasir_node.sim.figures import overshoot, phase_of, phases, quantile
+from kvasir_node.sim.figures import overshoot, phase_of, phases, quantile, unmet_at_peak
 from kvasir_node.sim.heap import Heap
 from kvasir_node.sim.message_sizes import NO_OFFER_BYTES, OFFER_BYTES, POLL, RENEWALS, VERDICTS
 from kvasir_node.sim.network import CALL_TIMEOUT_S, Link, Network, Peer
+from kvasir_node.sim.scenarios import scenario
 from kvasir_node.sim.tally import Sample
 from kvasir_node.sim.timeline import LEGEND, timeline
 from kvasir_node.sim.workload import SharedEngine, gain
@@ -134,3 +136,17 @@ def test_a_timeline_shows_copies_as_bars_and_events_between_its_lines():
     assert lines[-1] == LEGEND
     (line,) = timeline([sample(0.0, 10, 0, 20)], []).splitlines()[1:-1]
     assert line.split("|")[1] == "█" * 20 + "+" * 20
+
+
+@pytest.mark.parametrize(
+    ("events", "unmet"), [((), 0.1), (((10.0, "hub dies", 0),), 0.0), (((90.0, "hub dies", 0),), 0.1)]
+)
+def test_what_a_dead_hub_had_promised_is_waited_for_until_the_others_have_forgotten_it(events, unmet):
+    """Demand for 100 copies; 90 are proven at once, the rest after 45 seconds; 20 may pass."""
+    peak = replace(scenario("hub-death"), peaks=((0.0, 120.0),), events=events)
+    samples = [
+        Sample(at=5.0 * n, want=100, leased=0, proven=90, covered=90 if n < 9 else 100, excess=0, queued=0, busy_nodes=9,
+               up_nodes=9, tokens_s=1.0)
+        for n in range(24)
+    ]  # fmt: skip
+    assert unmet_at_peak(samples, peak, 20.0) == pytest.approx(unmet)

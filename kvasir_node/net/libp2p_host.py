@@ -62,6 +62,7 @@ UPGRADE_TIMEOUT_S = 10  # an inbound connection must be authenticated by then; l
 DUPLICATE_LINGER_S = 10.0  # streams on a second connection to the same peer may take this long to end ...
 RELAYED_LINGER_S = 120.0  # ... and this long on one through a relay, once there is a direct one
 SHUTDOWN_S = 2.0
+CAME_FROM_MAX = 1024
 _ANY_ADDRESS = Multiaddr("/ip4/0.0.0.0")  # libp2p only logs which listener a connection came through
 
 _log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class Libp2pTransport(INotifee):
         self._table = ConnectionTable(self._peer_id, settings.peers_max)
         self._dials: dict[PeerId, _Dial] = {}
         self._handshakes = Handshakes()
+        self._came_from: dict[PeerId, str] = {}  # the IPs of those that dialled us last
         self._door = ExpressDoor(settings.frame_bytes_max)
         self._doors: dict[bytes, Callable[[TcpStream], Awaitable[None]]] = {EXPRESS_MAGIC: self._door.admit}
         self._advertise: Callable[[Sequence[str]], Sequence[str]] = lambda listening: listening
@@ -252,6 +254,8 @@ class Libp2pTransport(INotifee):
 
     async def disconnect(self, peer: PeerId) -> None:
         self._door.close("disconnected by us", peer)
+        if (host := self._came_from.pop(peer, None)) is not None:  # it may have left by itself meanwhile
+            self._handshakes.refused(host)
         async with trio.open_nursery() as nursery:
             for live in self._table.of(peer):
                 nursery.start_soon(live.muxed.close, "disconnected by us")
@@ -339,7 +343,11 @@ class Libp2pTransport(INotifee):
                 if await begins_as_http(tcp):
                     raw = _websocket_connection(await accept_websocket(tcp), is_initiator=False)
                 muxed = await self.swarm.upgrade_inbound_raw_conn(raw, _ANY_ADDRESS)
-            await cast("YamuxConnection", muxed).wait_ended()
+            connection = cast("YamuxConnection", muxed)
+            self._came_from[PeerId(str(connection.peer_id))] = host
+            if len(self._came_from) > CAME_FROM_MAX:
+                del self._came_from[next(iter(self._came_from))]
+            await connection.wait_ended()
         except Exception as error:
             # libp2p raises whatever its handshake meets in a stranger's bytes; it concerns that connection alone.
             _log.debug("inbound connection from %s refused: %s", tcp.get_remote_address(), error)

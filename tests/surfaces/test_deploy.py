@@ -79,11 +79,7 @@ def labels_of_metrics() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     rows = re.findall(r"^\| (`kvasir_.*?) \| (\w+) \| (.*) \|$", (DEPLOY.parent / "api.md").read_text(), re.MULTILINE)
     for names, kind, words in rows:
-        labels = (
-            {"le"}
-            if kind == "histogram"
-            else set(re.findall(r"`(\w+)`[^`:]*: ", words))
-        )
+        labels = {"le"} if kind == "histogram" else set(re.findall(r"`(\w+)`[^`:]*: ", words))
         found |= dict.fromkeys(re.findall(r"`(kvasir_\w+)`", names), labels)
     return found
 

@@ -56,13 +56,14 @@ class Load:
 
     def __init__(self, main: Process, clients: int = 6) -> None:
         self._url = f"{main.ready['api']}/v1/completions"
+        self._client = httpx.Client(timeout=60)  # one for all: a new one reads certificates, and the queue runs dry
         self.solo = {prompt: self._ask(prompt) for prompt in PROMPTS[:3]}
         self.answered, self.bad, self._stop = 0, [], False
         self._threads = [Thread(target=self._run, args=(number,), daemon=True) for number in range(clients)]
 
     def _ask(self, prompt: str) -> str:
         body = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-        answer = httpx.post(self._url, json=body, timeout=60)
+        answer = self._client.post(self._url, json=body)
         answer.raise_for_status()
         return answer.json()["choices"][0]["text"]
 
@@ -87,6 +88,7 @@ class Load:
         self._stop = True
         for thread in self._threads:
             thread.join(60)
+        self._client.close()
 
 
 class Terminal:

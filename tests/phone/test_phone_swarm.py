@@ -20,6 +20,8 @@ def busy_swarm(tmp_path_factory):
     """A node whose work is shared at any loss, and requests that never stop; at the end none of them was wrong."""
     with forced_swarm(tmp_path_factory.mktemp("swarm")) as main:
         with Load(main) as load:
+            # A page hears no gossip: whoever polls before anything is wanted comes again half a minute later.
+            wait_until(lambda: main.status()["hub"]["demand"], "demand is told")
             yield main
         assert load.answered > 0
         assert not load.bad

@@ -73,7 +73,7 @@ class AffineFit:
     """
 
     HALF_LIFE_S: ClassVar[float] = 30.0
-    LEVEL_HALF_LIFE: ClassVar[float] = 4.0
+    LEVEL_HALF_LIFE: ClassVar[float] = 4.0  # in observations
     LEVEL_ASIDE_MAX: ClassVar[float] = 2.0  # of a logarithm: what is further off was no measurement of this machine
     COUNT_MAX: ClassVar[float] = 8.0  # observations that a bin averages over
     COUNT_MIN: ClassVar[float] = 0.25  # a bin that counts less is begun anew by the next of its size

@@ -18,10 +18,8 @@ PROOF_TIMES = 64  # leases whose time until proof is remembered ...
 PROOF_TIMES_MIN = 8  # ... and needed, before they say what is usual
 MISSED_FACTOR = 1.25  # a renewal is missed this × the longest time between two after the last one
 LATE_FACTOR = 1.5  # a lease is late after this × the time in which nine of ten were proven
-Rank = tuple[bool, float, int]  # ours to fill, share of the copies wanted that is open, copies open
-
-
 TOLD_TTL_S = 30.0  # three heartbeats of a hub
+Rank = tuple[bool, float, int]  # ours to fill, share of the copies wanted that is open, copies open
 
 
 @dataclass(frozen=True, slots=True)

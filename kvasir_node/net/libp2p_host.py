@@ -62,7 +62,7 @@ UPGRADE_TIMEOUT_S = 10  # an inbound connection must be authenticated by then; l
 DUPLICATE_LINGER_S = 10.0  # streams on a second connection to the same peer may take this long to end ...
 RELAYED_LINGER_S = 120.0  # ... and this long on one through a relay, once there is a direct one
 SHUTDOWN_S = 2.0
-CAME_FROM_MAX = 1024
+CAME_FROM_MAX = 1024  # peers of which it is remembered where they dialled us from; the first one makes room
 _ANY_ADDRESS = Multiaddr("/ip4/0.0.0.0")  # libp2p only logs which listener a connection came through
 
 _log = logging.getLogger(__name__)

@@ -52,21 +52,17 @@ class Turns:
     """One at a time among all emulated devices of this user and machine; a process that dies gives its turn back."""
 
     def __init__(self, path: Path | None = None) -> None:
-        path = path or Path(tempfile.gettempdir()) / f"kvasir-emulated-{os.getuid()}.lock"
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._lock = threading.Lock()  # the file's lock is one for all threads of a process
+        self._path = path or Path(tempfile.gettempdir()) / f"kvasir-emulated-{os.getuid()}.lock"
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        with self._lock:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+        # Opened anew each time: so it holds between the threads of a process as well, and closing it gives it back.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
 
 class Pace:

@@ -116,15 +116,7 @@ def test_threads_that_compute_at_the_same_time_share_one_core():
 @pytest.fixture
 def turns_of(tmp_path):
     """Makes `Turns` of one machine, each as another process has them."""
-    made: list[Turns] = []
-
-    def make() -> Turns:
-        made.append(Turns(tmp_path / "turns.lock"))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    return lambda: Turns(tmp_path / "turns.lock")
 
 
 def test_emulated_devices_of_a_machine_compute_experts_one_after_the_other(turns_of):

@@ -16,6 +16,7 @@ await build({
   platform: 'browser',
   target: ['chrome108', 'firefox115', 'safari16.4'],
   outdir: out,
+  loader: { '.wasm': 'binary' },
   legalComments: 'none',
   logLevel: 'warning'
 })
@@ -32,6 +33,7 @@ if (flags.includes('--terminal')) {
     platform: 'node',
     target: 'node20',
     outfile: join(out, 'terminal.mjs'),
+    loader: { '.wasm': 'binary' },
     banner: { js: "import { createRequire } from 'node:module'; const require = createRequire(import.meta.url);" },
     logLevel: 'warning'
   })

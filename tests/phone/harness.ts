@@ -4,8 +4,10 @@ import '../../kvasir_node/phone/src/base/polyfill.js'
 import { createHash } from 'node:crypto'
 import { readFileSync } from 'node:fs'
 import { createInterface } from 'node:readline'
+import { type ICryptoInterface, pureJsCrypto } from '@libp2p/noise'
 import { multiaddrConnectionPair } from '@libp2p/utils'
 import { yamux } from '@libp2p/yamux'
+import { Uint8ArrayList } from 'uint8arraylist'
 import { objection } from '../../kvasir_node/phone/src/decide/manners.js'
 import { type Command, type Event, Placement } from '../../kvasir_node/phone/src/decide/placement.js'
 import { Misbehaved } from '../../kvasir_node/phone/src/base/errors.js'
@@ -16,6 +18,7 @@ import { expertFileBytes } from '../../kvasir_node/phone/src/model/expertFile.js
 import { Kernel } from '../../kvasir_node/phone/src/model/shard.js'
 import { CallStream } from '../../kvasir_node/phone/src/net/callStream.js'
 import type { ByteStream } from '../../kvasir_node/phone/src/net/byteStream.js'
+import { noiseCrypto } from '../../kvasir_node/phone/src/net/cipher.js'
 import { encodeError, decodeError } from '../../kvasir_node/phone/src/net/frames.js'
 import { hello } from '../../kvasir_node/phone/src/net/hello.js'
 import { dialAddress, muxer } from '../../kvasir_node/phone/src/net/network.js'
@@ -61,6 +64,12 @@ class Scripted implements ByteStream {
   }
 }
 
+/** The bytes as Noise hands them over: whole, or as the pieces that came in. */
+const pieces = (data: Uint8Array, cuts: number[]): Uint8Array | Uint8ArrayList =>
+  cuts.length === 0 ? data : new Uint8ArrayList(...[0, ...cuts].map((from, place) => data.subarray(from, cuts[place])))
+
+const ciphers: Record<string, ICryptoInterface> = { wasm: noiseCrypto(), js: pureJsCrypto }
+
 let placement: Placement
 let kernel: Kernel
 let shards: Shards
@@ -102,6 +111,29 @@ const operations: Record<string, (...given: any[]) => unknown> = {
       return [stream.written.map(hex), hex(told)]
     } finally {
       crypto.getRandomValues = real
+    }
+  },
+  seal: (cipher: string, key: string, nonce: string, extra: string, text: string, cuts: number[] = []) =>
+    hex(ciphers[cipher]!.chaCha20Poly1305Encrypt(pieces(bytes(text), cuts), bytes(nonce), bytes(extra), bytes(key)).subarray()),
+  unseal: (cipher: string, key: string, nonce: string, extra: string, sealed: string, cuts: number[] = []) =>
+    hex(ciphers[cipher]!.chaCha20Poly1305Decrypt(pieces(bytes(sealed), cuts), bytes(nonce), bytes(extra), bytes(key)).subarray()),
+  /** As Noise does it: what was sealed is overwritten. The bytes behind it, and those after a refusal, are as they were. */
+  unsealInPlace: (cipher: string, key: string, nonce: string, extra: string, sealed: string) => {
+    const message = bytes(sealed)
+    try {
+      ciphers[cipher]!.chaCha20Poly1305Decrypt(message, bytes(nonce), bytes(extra), bytes(key), message.subarray(0, message.length - 16))
+    } catch {
+      return [false, hex(message)]
+    }
+    return [true, hex(message)]
+  },
+  whichCipher: (wasm: string, isWithout: boolean) => {
+    const known = globalThis.WebAssembly
+    if (isWithout) Reflect.deleteProperty(globalThis, 'WebAssembly')
+    try {
+      return (wasm === '' ? noiseCrypto() : noiseCrypto(bytes(wasm))) === pureJsCrypto ? 'js' : 'wasm'
+    } finally {
+      globalThis.WebAssembly = known
     }
   },
   dialAddress: (address: string, peer: string) => dialAddress(address, peer).map(String),

@@ -55,7 +55,7 @@ def open_parts(phone: Path, folder: Path) -> Iterator[Parts]:
 def bundle(phone: Path, source: Path, target: Path) -> None:
     """Source and all it imports in one file for Node.js."""
     command = [phone / "node_modules" / ".bin" / "esbuild", source, "--bundle", "--format=esm", "--platform=node"]
-    command += ["--target=node20", f"--outfile={target}", "--log-level=warning"]
+    command += ["--target=node20", "--loader:.wasm=binary", f"--outfile={target}", "--log-level=warning"]
     require = "import { createRequire } from 'node:module'; const require = createRequire(import.meta.url);"
     command.append(f"--banner:js={require}")
     environment = {**os.environ, "NODE_PATH": str(phone / "node_modules")}  # for what lies outside of `phone`

@@ -10,6 +10,7 @@ import { type Libp2p, type Libp2pOptions, createLibp2p } from 'libp2p'
 import type { PeerId } from '../base/ids.js'
 import { KvasirError, Unreachable, wordsOf } from '../base/errors.js'
 import { type ByteStream, byteStreamOf } from './byteStream.js'
+import { noiseCrypto } from './cipher.js'
 import { circuits } from './circuit.js'
 import { tellWindowsSeldom } from './windows.js'
 
@@ -39,7 +40,7 @@ export class Network {
     const node = await createLibp2p({
       privateKey: await generateKeyPairFromSeed('Ed25519', options.seed),
       transports: [webSockets(), circuits(), ...options.transports ?? []],
-      connectionEncrypters: [noise()],
+      connectionEncrypters: [noise({ crypto: noiseCrypto() })],
       streamMuxers: [muxer],
       connectionGater: { denyDialMultiaddr: () => false }, // private addresses are refused otherwise
       connectionMonitor: { pingInterval: PING_MS, pingTimeout: { minTimeout: SILENCE_MS } }

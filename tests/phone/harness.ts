@@ -4,7 +4,8 @@ import '../../kvasir_node/phone/src/base/polyfill.js'
 import { createHash } from 'node:crypto'
 import { readFileSync } from 'node:fs'
 import { createInterface } from 'node:readline'
-import { type ICryptoInterface, pureJsCrypto } from '@libp2p/noise'
+import { generateKeyPairFromSeed } from '@libp2p/crypto/keys'
+import { type ICryptoInterface, noise, pureJsCrypto } from '@libp2p/noise'
 import { multiaddrConnectionPair } from '@libp2p/utils'
 import { yamux } from '@libp2p/yamux'
 import { Uint8ArrayList } from 'uint8arraylist'
@@ -19,6 +20,7 @@ import { Kernel } from '../../kvasir_node/phone/src/model/shard.js'
 import { CallStream } from '../../kvasir_node/phone/src/net/callStream.js'
 import type { ByteStream } from '../../kvasir_node/phone/src/net/byteStream.js'
 import { noiseCrypto } from '../../kvasir_node/phone/src/net/cipher.js'
+import { quietNoise } from '../../kvasir_node/phone/src/net/noise.js'
 import { encodeError, decodeError } from '../../kvasir_node/phone/src/net/frames.js'
 import { hello } from '../../kvasir_node/phone/src/net/hello.js'
 import { dialAddress, muxer } from '../../kvasir_node/phone/src/net/network.js'
@@ -135,6 +137,45 @@ const operations: Record<string, (...given: any[]) => unknown> = {
     } finally {
       globalThis.WebAssembly = known
     }
+  },
+  /**
+   * Our end of a Noise session and js-libp2p's own: what each receives of messages of these sizes, and how many errors
+   * were made meanwhile. The wire comes in pieces of so many bytes; the byte at `changedAt` of what the peer sends is changed.
+   */
+  noise: async (sizes: number[], pieceBytes: number, changedAt: number | null) => {
+    const [near, far] = multiaddrConnectionPair()
+    const ends = await Promise.all([1, 2].map(async seed => ({
+      privateKey: await generateKeyPairFromSeed('Ed25519', new Uint8Array(32).fill(seed)),
+      logger: { forComponent: () => near.log },
+      upgrader: { getStreamMuxers: () => new Map() }
+    })))
+    const [ours, peers] = await Promise.all([
+      quietNoise()(ends[0] as any).secureOutbound(near as any),
+      noise({ crypto: pureJsCrypto })(ends[1] as any).secureInbound(far as any)
+    ])
+    const send = far.send.bind(far)
+    let sent = 0
+    far.send = data => {
+      const message = data.slice()
+      if (changedAt !== null && changedAt >= sent && changedAt < sent + message.length) message[changedAt - sent]! ^= 1
+      sent += message.length
+      for (let at = 0; at < message.length; at += pieceBytes) send(message.subarray(at, at + pieceBytes))
+      return true
+    }
+    const received: [string, string] = ['', '']
+    let ended: string | null = null
+    ;[ours, peers].forEach(({ connection }, place) => { connection.addEventListener('message', ({ data }) => { received[place] += hex(data.subarray()) }) })
+    ours.connection.addEventListener('close', ({ error }) => { ended = error?.message ?? '' })
+    const known = globalThis.RangeError
+    let errors = 0
+    globalThis.RangeError = new Proxy(known, { apply: (made, self, given) => { errors++; return Reflect.apply(made, self, given) } })
+    try {
+      for (const size of sizes) for (const { connection } of [ours, peers]) connection.send(new Uint8Array(size).fill(size))
+      for (let turns = 0; turns < 50; turns++) await turn()
+    } finally {
+      globalThis.RangeError = known
+    }
+    return { received, ended, errors }
   },
   dialAddress: (address: string, peer: string) => dialAddress(address, peer).map(String),
   manifest: (data: string) => {

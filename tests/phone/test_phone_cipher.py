@@ -154,3 +154,30 @@ def test_the_cipher_in_javascript_serves_where_webassembly_does_not(parts):
     assert parts("whichCipher", "", False) == "wasm"
     assert parts("whichCipher", "", True) == "js"
     assert parts("whichCipher", unknown.hex(), False) == "js"
+
+
+def test_a_session_with_js_libp2ps_own_noise(parts):
+    sizes = [1, 16_932, 65_519, 65_520, 200_000]
+    sent = b"".join(bytes([size % 256]) * size for size in sizes).hex()
+    for piece in (1 << 20, 60_000, 1001):
+        told = parts("noise", sizes, piece, None)
+        assert told["received"] == [sent, sent]
+        assert told["ended"] is None
+
+
+def test_no_error_is_made_for_each_message_that_comes(parts):
+    """js-libp2p's own end makes one."""
+    told = parts("noise", [100] * 5, 1 << 20, None)
+    assert told["errors"] == 5
+
+
+def test_a_session_ends_at_a_message_that_was_changed(parts):
+    first, second = 2 + 100 + 16, 2 + 1000 + 16
+    for at in (
+        first + 2,
+        first + second - 17,
+        first + second - 1,
+    ):  # of the second: its first and last byte, and the tag
+        told = parts("noise", [100, 1000, 10], 1 << 20, at)
+        assert told["received"][0] == (bytes([100]) * 100).hex()
+        assert "tag" in told["ended"]

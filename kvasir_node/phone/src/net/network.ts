@@ -1,6 +1,5 @@
 // This page's js-libp2p node, as our protocols want it: connect, open streams, hear of lost peers.
 // It does not know membership or roles. Nobody can dial a page, so it only dials.
-import { noise } from '@libp2p/noise'
 import { generateKeyPairFromSeed } from '@libp2p/crypto/keys'
 import { peerIdFromString } from '@libp2p/peer-id'
 import { webSockets } from '@libp2p/websockets'
@@ -10,8 +9,8 @@ import { type Libp2p, type Libp2pOptions, createLibp2p } from 'libp2p'
 import type { PeerId } from '../base/ids.js'
 import { KvasirError, Unreachable, wordsOf } from '../base/errors.js'
 import { type ByteStream, byteStreamOf } from './byteStream.js'
-import { noiseCrypto } from './cipher.js'
 import { circuits } from './circuit.js'
+import { quietNoise } from './noise.js'
 import { tellWindowsSeldom } from './windows.js'
 
 const PING_MS = 5000 // how often a connection's round trip is measured ...
@@ -40,7 +39,7 @@ export class Network {
     const node = await createLibp2p({
       privateKey: await generateKeyPairFromSeed('Ed25519', options.seed),
       transports: [webSockets(), circuits(), ...options.transports ?? []],
-      connectionEncrypters: [noise({ crypto: noiseCrypto() })],
+      connectionEncrypters: [quietNoise()],
       streamMuxers: [muxer],
       connectionGater: { denyDialMultiaddr: () => false }, // private addresses are refused otherwise
       connectionMonitor: { pingInterval: PING_MS, pingTimeout: { minTimeout: SILENCE_MS } }

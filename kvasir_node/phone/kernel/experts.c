@@ -28,6 +28,11 @@ struct Expert {
   const float *up_bias, *down_bias;
 };
 
+typedef float floats __attribute__((vector_size(16)));
+#define EACH(value) ((floats)wasm_f32x4_splat(value))
+#define MIN(x, bound) ((floats)wasm_f32x4_pmin(x, bound)) /* of NaN, NaN */
+#define MAX(x, bound) ((floats)wasm_f32x4_pmax(x, bound))
+
 static inline float sum_of(v128_t a) {
   return (wasm_f32x4_extract_lane(a, 0) + wasm_f32x4_extract_lane(a, 1)) +
          (wasm_f32x4_extract_lane(a, 2) + wasm_f32x4_extract_lane(a, 3));
@@ -99,45 +104,43 @@ static NOINLINE void linear(int kind, const void *weights, const float *bias, co
       for (int o = 0; o < out; o++) y[r * out + o] += bias[o];
 }
 
-/* 2^k times a polynomial, 2e-7 relative; the constants are those of Cephes' expf. */
-static NOINLINE float exp_of(float x) {
-  x = x > 88.f ? 88.f : x < -87.f ? -87.f : x;
-  float k = __builtin_floorf(x * 1.44269504f + .5f), r = (x - k * .693359375f) + k * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
+/* Four inner values at a time; NaN stays NaN. 2^k times a polynomial, 2e-7 relative; the constants are Cephes' expf's. */
+static NOINLINE floats exp_of(floats x) {
+  x = MAX(MIN(x, EACH(88.f)), EACH(-87.f));
+  floats k = wasm_f32x4_floor(x * 1.44269504f + .5f), r = (x - k * .693359375f) + k * 2.12194440e-4f;
+  floats p = EACH(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  union { int32_t bits; float value; } scale = {.bits = ((int32_t)k + 127) << 23};
-  return (p * r * r + r + 1.f) * scale.value;
+  v128_t scale = wasm_i32x4_shl(wasm_i32x4_add(wasm_i32x4_trunc_sat_f32x4(k), wasm_i32x4_splat(127)), 23);
+  return (p * r * r + r + 1.f) * (floats)scale;
 }
 
-static inline float sigmoid(float x) { return 1.f / (1.f + exp_of(-x)); }
+static inline floats sigmoid(floats x) { return 1.f / (1.f + exp_of(-x)); }
 
 /* Abramowitz and Stegun 7.1.26: 1.5e-7 absolute. */
-static float erf_of(float x) {
-  float size = __builtin_fabsf(x), t = 1.f / (1.f + .3275911f * size);
-  float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - .284496736f) * t + .254829592f) * t;
-  return __builtin_copysignf(1.f - p * exp_of(-size * size), x);
+static floats erf_of(floats x) {
+  floats size = wasm_f32x4_abs(x), t = 1.f / (1.f + .3275911f * size);
+  floats p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - .284496736f) * t + .254829592f) * t;
+  return wasm_v128_bitselect(x, 1.f - p * exp_of(-size * size), wasm_i32x4_splat(1 << 31));
 }
 
-static NOINLINE float activated(int activation, float x) {
+static NOINLINE floats activated(int activation, floats x) {
   switch (activation) {
     case SILU: return x * sigmoid(x);
     case GELU: return .5f * x * (1.f + erf_of(x * .70710678f));
     case GELU_TANH: return x * sigmoid(1.59576912f * (x + .044715f * x * x * x)); /* 1 + tanh z = 2 sigmoid 2z */
-    case RELU: return x > 0 ? x : 0;
-    default: return x > 0 ? x * x : 0;
+    case RELU: return MAX(EACH(0.f), x);
+    default: return MAX(EACH(0.f), x * wasm_f32x4_abs(x));
   }
 }
 
-static inline float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
-
-static float gated(const struct Expert *e, float gate, float up) {
+static floats gated(const struct Expert *e, floats gate, floats up) {
   if (e->form == GLU) return activated(e->activation, gate) * up;
-  gate = gate > e->limit ? e->limit : gate;
-  up = clamp(up, -e->limit, e->limit);
+  gate = MIN(gate, EACH(e->limit));
+  up = MAX(MIN(up, EACH(e->limit)), EACH(-e->limit));
   if (e->form == CLAMPED) return activated(e->activation, gate) * up;
   return (up + 1.f) * gate * sigmoid(e->alpha * gate);
 }
@@ -148,7 +151,10 @@ static void gate_rows(const struct Expert *e, float *hidden, int n) {
   for (int r = 0; r < n; r++) {
     const float *gate = hidden + r * (e->form == NO_GATE ? inner : 2 * inner), *up = gate + inner;
     float *to = hidden + r * inner;
-    for (int i = 0; i < inner; i++) to[i] = e->form == NO_GATE ? activated(e->activation, gate[i]) : gated(e, gate[i], up[i]);
+    for (int i = 0; i < inner; i += 4) {
+      floats g = wasm_v128_load(gate + i);
+      wasm_v128_store(to + i, e->form == NO_GATE ? activated(e->activation, g) : gated(e, g, wasm_v128_load(up + i)));
+    }
   }
 }
 

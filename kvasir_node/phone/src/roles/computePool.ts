@@ -82,7 +82,7 @@ export class ComputePool implements Compute {
 
   private placesOf (shard: string, request: ExpertRequest): Set<number> {
     const places = new Set<number>()
-    for (const index of request.pairExpert) {
+    for (const index of new Set(request.pairExpert)) {
       const held = this.held.get(keyOf(shard, request.layer, index))
       if (held === undefined) throw new Overloaded(`expert ${index} of layer ${request.layer} is not held here (any more)`)
       places.add(held.place)

@@ -42,8 +42,7 @@ export class Shards implements Compute {
     const shard = this.shards.get(key)
     if (shard === undefined) throw new Overloaded(`no experts of layer ${request.layer} are held here (any more)`)
     const beganAt = performance.now()
-    const rows = new Float32Array(request.rowCount * request.hiddenSize)
-    readRows(request, rows)
+    const rows = readRows(request)
     const pairs = { row: request.pairRow, expert: request.pairExpert, weight: request.pairWeight }
     const values = shard.sums(request.layer, rows, pairs)
     return { values, computedS: (performance.now() - beganAt) / 1000 }

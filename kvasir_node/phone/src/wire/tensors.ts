@@ -68,22 +68,27 @@ export function valuesBytes (encoding: Encoding, rows: number, width: number): n
   return rows * width * (encoding === Encoding.FLOAT32 ? 4 : 2)
 }
 
-/** Writes a request's rows [R,D] to `into`; raises Misbehaved (bad_frame) where one is not finite. */
-export function readRows (request: ExpertRequest, into: Float32Array): void {
+/** A request's rows [R,D], in the frame itself where they are spelt so; raises Misbehaved (bad_frame) where one is not finite. */
+export function readRows (request: ExpertRequest): Float32Array {
   const { encoding, rowCount, hiddenSize } = request
   const values = aligned(request.values, 4)
+  const count = rowCount * hiddenSize
+  let rows: Float32Array
   if (encoding === Encoding.FLOAT32) {
-    into.set(new Float32Array(values.buffer, values.byteOffset, rowCount * hiddenSize))
+    rows = new Float32Array(values.buffer, values.byteOffset, count)
   } else if (encoding === Encoding.BFLOAT16) {
-    const halves = new Uint16Array(values.buffer, values.byteOffset, rowCount * hiddenSize)
-    const words = new Uint32Array(into.buffer, into.byteOffset, into.length)
-    for (let at = 0; at < halves.length; at++) words[at] = halves[at]! << 16
+    const halves = new Uint16Array(values.buffer, values.byteOffset, count)
+    const words = new Uint32Array(count)
+    for (let at = 0; at < count; at++) words[at] = halves[at]! << 16
+    rows = new Float32Array(words.buffer)
   } else {
     const scales = new Float32Array(values.buffer, values.byteOffset, rowCount)
-    const levels = new Int8Array(values.buffer, values.byteOffset + 4 * rowCount, rowCount * hiddenSize)
-    for (let row = 0; row < rowCount; row++) readLevels(levels.subarray(row * hiddenSize, (row + 1) * hiddenSize), scales[row]!, into.subarray(row * hiddenSize, (row + 1) * hiddenSize))
+    const levels = new Int8Array(values.buffer, values.byteOffset + 4 * rowCount, count)
+    rows = new Float32Array(count)
+    for (let row = 0; row < rowCount; row++) readLevels(levels.subarray(row * hiddenSize, (row + 1) * hiddenSize), scales[row]!, rows.subarray(row * hiddenSize, (row + 1) * hiddenSize))
   }
-  if (!isFinite(into)) throw bad('a row holds NaN or infinity')
+  if (!isFinite(rows)) throw bad('a row holds NaN or infinity')
+  return rows
 }
 
 function readLevels (levels: Int8Array, scale: number, into: Float32Array): void {

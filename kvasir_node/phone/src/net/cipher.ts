@@ -1,4 +1,4 @@
-// Noise's ChaCha20-Poly1305 in WebAssembly, by kernel/cipher.c: a fifth of the time that js-libp2p's own takes, in
+// Noise's ChaCha20-Poly1305 in WebAssembly, by kernel/cipher.c: a quarter of the time that js-libp2p's own takes, in
 // JavaScript. That one serves where there is no WebAssembly with SIMD. It does not know which connection a message is of:
 // all of a thread's share one memory, as each call begins and ends here.
 import { type ICryptoInterface, pureJsCrypto } from '@libp2p/noise'

@@ -12,6 +12,7 @@ dealt first, then those wanted most, each to who would be done with it first (lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,10 @@ from kvasir_node.decide.costs import Costs
 from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Routes, caution
 
 ABLE_MAX = 4  # machines among which an expert is dealt; more would hardly balance better
+
+
+Price = Callable[[PeerId | None, float], tuple[float, float, float]]
+"""A machine's three prices, None = here, for one that should get about such a share of a layer's pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,11 @@ class Dealing:
     able: tuple[tuple[int, ...], ...]
     prices: Prices
 
-    def priced(self, price: Callable[[PeerId | None], tuple[float, float, float]]) -> Dealing:
-        """The same with other prices; `price` gives a machine's three."""
-        columns = zip(*map(price, (None, *self.peers)), strict=True)
+    def priced(self, price: Price) -> Dealing:
+        """The same with other prices."""
+        planned = Counter(machines[0] for machines in self.able)
+        who: tuple[PeerId | None, ...] = (None, *self.peers)
+        columns = zip(*(price(peer, planned[each] / len(self.able)) for each, peer in enumerate(who)), strict=True)
         return replace(self, prices=Prices(*map(tuple, columns)))
 
     @property
@@ -103,11 +110,11 @@ def _dealing(row: Sequence[PeerId | None], parts: Mapping[PeerId, Sequence[Slice
     return Dealing(peers, tuple(able), Prices(nothing, nothing, nothing))
 
 
-def pricing(costs: Costs, row_bytes: float) -> Callable[[PeerId | None], tuple[float, float, float]]:
-    """A machine's prices, as `decide/prediction` has them, but that each pair is taken to bring a row of its own: which
-    rows travel anyhow is not known before all is dealt. `row_bytes`: one way."""
+def pricing(costs: Costs, chosen: int, row_bytes: float) -> Price:
+    """A machine's prices, as `decide/prediction` has them, but that a pair brings the part of a row that it does on
+    average with such a share: which rows travel anyhow is not known before all is dealt. `row_bytes`: one way."""
 
-    def price(peer: PeerId | None) -> tuple[float, float, float]:
+    def price(peer: PeerId | None, share: float) -> tuple[float, float, float]:
         worker = None if peer is None else costs.workers.get(peer)
         if worker is None:
             own = costs.own
@@ -115,10 +122,12 @@ def pricing(costs: Costs, row_bytes: float) -> Callable[[PeerId | None], tuple[f
         more, link_more = caution(worker.doubt), caution(worker.link_doubt)
         both_ways_s = worker.sent_byte_s + worker.received_byte_s
         fixed_s = more * worker.call_s + link_more * (worker.rtt_s + CALL_BYTES / 2 * both_ways_s)
+        rows_of_pair = (1.0 - (1.0 - share) ** chosen) / (chosen * share) if share > 0.0 else 1.0
         return (
             fixed_s,
             more * worker.expert_s,
-            more * worker.pair_s + link_more * (PAIR_BYTES * worker.sent_byte_s + row_bytes * both_ways_s),
+            more * worker.pair_s
+            + link_more * (PAIR_BYTES * worker.sent_byte_s + rows_of_pair * row_bytes * both_ways_s),
         )
 
     return price

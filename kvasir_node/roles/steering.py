@@ -372,7 +372,7 @@ class Steering:
         return dealings(routes, self._known, self._held if self.on else {})
 
     def _priced(self, dealt: Dealings, costs: Costs) -> Dealings:
-        price = pricing(costs, self._shape.row_bytes)
+        price = pricing(costs, self._shape.chosen, self._shape.row_bytes)
         return {layer: each.priced(price) for layer, each in dealt.items()}
 
     def _allowed(self, routes: Routes) -> Routes:

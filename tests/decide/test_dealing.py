@@ -70,13 +70,23 @@ def test_an_expert_whose_only_peer_is_not_allowed_is_ours_and_counts():
 
 def test_prices_are_those_of_predictions():
     worker = WorkerCosts(2.0, 0.25, 0.5, 0.0625, 0.001, 0.002, doubt=1.0, link_doubt=2.0)
-    price = pricing(Costs(OWN, {ANN: worker}), row_bytes=100)
-    assert price(None) == (0.25, 1.0, 0.125)
-    fixed_s, expert_s, pair_s = price(ANN)
+    price = pricing(Costs(OWN, {ANN: worker}), chosen=2, row_bytes=100)
+    assert price(None, 0.5) == (0.25, 1.0, 0.125)
+    fixed_s, expert_s, pair_s = price(ANN, 0.0)
     assert fixed_s == pytest.approx(1.5 * 0.25 + 2 * (2.0 + CALL_BYTES / 2 * 0.003))
     assert expert_s == 1.5 * 0.5
     assert pair_s == pytest.approx(1.5 * 0.0625 + 2 * (PAIR_BYTES * 0.001 + 100 * 0.003))
-    assert both(1).priced(price).prices == Prices(*zip(price(None), price(ANN), strict=True))
+
+
+def test_a_machine_that_gets_much_of_a_layer_is_not_charged_for_a_row_with_each_pair():
+    """Of two experts that a row chose, a machine with half of the layer has 1 and 0.75 rows, as R / P of prediction."""
+    worker = WorkerCosts(2.0, 0.25, 0.5, 0.0, 0.5, 0.5)
+    price = pricing(Costs(OWN, {ANN: worker}), chosen=2, row_bytes=100)
+    pairs_only_s = PAIR_BYTES * 0.5
+    assert price(ANN, 0.5)[2] == pytest.approx(pairs_only_s + 0.75 * 100)
+    assert price(ANN, 1.0)[2] == pytest.approx(pairs_only_s + 0.5 * 100)
+    dealing = Dealing((ANN,), ((1, 0), (0, 1), (0, 1), (1, 0)), FREE)
+    assert dealing.priced(price).prices == Prices(*zip(price(None, 0.5), price(ANN, 0.5), strict=True))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.net.arrival_stamps import STAMP_ROOM, age_s, ask_for_stamps
 from kvasir_node.net.raw_link import Buffer, size_of, without
 from kvasir_node.net.rpc_frames import decode_error, encode_error
 
@@ -88,6 +89,7 @@ class ExpressChannel:
         self.end_reason: str | None = None
         self.bytes_in = 0
         self.bytes_out = 0
+        self.arrived_at: float | None = None  # by `clock`: the newest bytes received; None = nobody says
         self._socket = sock
         self._sending = sending
         self._receiving = receiving
@@ -250,7 +252,7 @@ class ExpressChannel:
         """Whether anything was there."""
         room = self._buffer[self._end :]
         try:
-            count = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+            count, ancillary, _, _ = self._socket.recvmsg_into([room], STAMP_ROOM, socket.MSG_DONTWAIT)
         except BlockingIOError:
             self._is_drained = True
             return False
@@ -259,6 +261,8 @@ class ExpressChannel:
         if not count:
             self.close("the peer closed the connection")
             self._check_open()
+        age = age_s(ancillary)
+        self.arrived_at = None if age is None else self._clock() - age
         self._is_drained = count < len(room)
         self.bytes_in += count
         self._end += count
@@ -299,6 +303,7 @@ class ExpressChannel:
 
 def _prepare(sock: socket.socket) -> None:
     sock.setblocking(True)
+    ask_for_stamps(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -103,7 +103,7 @@ class Forward:
                     pairs=call.pairs,
                     sent_bytes=REQUEST_BYTES + call.part.body.shape[0],
                     received_bytes=len(answer),
-                    took_s=call.took_s if call.was_awaited else computed_s,  # or it says nothing of the way
+                    took_s=call.took_s if call.is_timed else computed_s,  # or it says nothing of the way
                     computed_s=computed_s or None,
                 )
             )

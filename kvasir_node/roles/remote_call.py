@@ -67,7 +67,7 @@ class RemoteCall:
     done: Latch = field(default_factory=Latch)
     result: Result | None = None
     took_s: float = 0.0
-    was_awaited: bool = True  # false: the answer was there before it was looked for, and `took_s` is too much
+    is_timed: bool = True  # false: the answer was there before it was looked for, and `took_s` is too much
     abandoned: bool = False  # its answer will not be used any more
     check: tuple[torch.Tensor, torch.Tensor | None] | None = None  # rows to compare, and our own sums for them
     stream: CallStream | None = None
@@ -125,7 +125,7 @@ class RemoteCall:
 
     def _read(self, channel: ExpressChannel, until: float) -> None:
         """Frames of other calls are those of given-up ones, and are passed over."""
-        self.was_awaited = False
+        self.is_timed = False
         try:
             frame = channel.receive_now()
             while frame is None or frame[0] != self.number:
@@ -133,13 +133,20 @@ class RemoteCall:
                     left_s = until - time.monotonic()
                     if left_s <= 0:
                         return
-                    self.was_awaited = True
+                    self.is_timed = True
                     frame = channel.receive(left_s)
                 else:
                     frame = channel.receive_now()
-            self.deliver(result_of(frame[1]))
+            self.deliver(result_of(frame[1]), self._took_s(channel.arrived_at))
         except KvasirError as error:
             self.deliver(error)
+
+    def _took_s(self, arrived_at: float | None) -> float | None:
+        """Until its answer came, which may be long before it is looked for; None when that is not known."""
+        if arrived_at is None or arrived_at < self.sent_at:
+            return None
+        self.is_timed = True
+        return arrived_at - self.sent_at
 
 
 @dataclass(slots=True)

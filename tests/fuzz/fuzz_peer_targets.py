@@ -256,10 +256,10 @@ class ScriptedSocket:
     def fileno(self) -> int:
         return self._nothing
 
-    def recv_into(self, buffer: memoryview, *_: int) -> int:
+    def recvmsg_into(self, buffers: list[memoryview], *_: int) -> tuple[int, list[Any], int, None]:
         chunk, self._data = self._data[: self._step], self._data[self._step :]
-        buffer[: len(chunk)] = chunk
-        return len(chunk)
+        buffers[0][: len(chunk)] = chunk
+        return len(chunk), [], 0, None
 
     def close(self) -> None:
         if self._nothing >= 0:

@@ -7,6 +7,7 @@ import math
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.net.arrival_stamps import age_s
 from kvasir_node.net.express import (
     ECHO,
     KEPT_BYTES,
@@ -91,9 +93,9 @@ class CountedSocket(socket.socket):
         self.calls.append("send")
         return super().sendmsg(*args)
 
-    def recv_into(self, *args: Any):
+    def recvmsg_into(self, *args: Any):
         self.calls.append("receive")
-        return super().recv_into(*args)
+        return super().recvmsg_into(*args)
 
 
 @pytest.fixture
@@ -174,6 +176,33 @@ def test_a_frame_that_comes_byte_by_byte_is_not_lost_while_nothing_is_complete(r
         assert channel.receive_now() is None
         other.sendall(bytes([value]))
     assert channel.receive(5) == (7, b"slow")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stamps what comes")
+def test_when_a_frame_came_is_known_however_late_it_is_looked_for(raw):
+    channel, other = raw
+    assert channel.arrived_at is None
+    before = time.monotonic()
+    other.sendall(frames_from_inviter(b"here", b"there")[0])
+    select.select([channel._socket], [], [], 5)
+    after = time.monotonic()
+    while time.monotonic() < after + 0.05:
+        pass
+    assert channel.receive_now() is not None
+    arrived_at = channel.arrived_at
+    assert arrived_at is not None
+    assert before - 0.001 <= arrived_at <= after + 0.001  # two clocks are compared
+
+
+def test_a_stamp_of_nobody_or_of_the_future_says_nothing():
+    stamp = struct.Struct("@qq")
+    now = time.time()
+    assert age_s([]) is None
+    assert age_s([(socket.SOL_SOCKET, 1, bytes(16)), (socket.SOL_SOCKET, 35, bytes(8))]) is None
+    assert age_s([(socket.SOL_SOCKET, 35, stamp.pack(int(now) + 60, 0))]) is None
+    age = age_s([(socket.SOL_SOCKET, 35, stamp.pack(int(now) - 60, 500_000_000))])
+    assert age is not None
+    assert 58.5 <= age <= 62
 
 
 @pytest.mark.parametrize("position", range(4 + 8 + 5 + 16))

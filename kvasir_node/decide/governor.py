@@ -4,6 +4,7 @@ It does not know how plans are made or carried out, nor which experts are where.
 was made for it (`consider`), and of what was computed in which time (`observe`), and says what should be in force.
 
     off --wanted, and the plan promises on_gain--> on
+    off --wanted, and it promises off_gain for try_after_s--> on     now and then, while nothing was lost for long
     on  --not wanted--> off                                          at once: idle is local
     on  --measured less than alone--> off, and backs off             at once, twice as long each time
     on  --too many tokens over the budget--> off, and backs off      the same
@@ -14,6 +15,9 @@ was made for it (`consider`), and of what was computed in which time (`observe`)
 What alone would give is the plan's prediction, corrected by what steps really took while fan-out was off. So is the
 budget, max_slowdown × the time of a token when idle: a plan may gain in the mean and yet let some tokens wait for ever
 so long, for a worker that answers late at random; of a steady one a token never takes longer than alone.
+
+A plan that promises little is tried now and then: what a worker costs is only known while it is used, and one that was
+busy with other things when it was timed last would seem slow for ever.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class GovernorLimits:
     on_gain: float = 1.15
     off_gain: float = 1.05  # below on_gain, or it would flap
     change_gain: float = 1.05  # of another plan over the one in force: changing costs a step or two
+    try_after_s: float = 3.0  # that a plan promises off_gain and not on_gain, until it is tried ...
+    try_again_s: float = 60.0  # ... not so soon after the last try, nor within backoff_max_s of a loss
     dwell_s: float = 2.0  # between two changes that are made for a gain
     settle_s: float = 0.2  # after a change nothing is judged: steps under way are the old ones
     judge_s: float = 0.5  # computed time over which fan-out is held against alone
@@ -110,6 +116,8 @@ class Governor:
     _lost_at: float = -math.inf
     _blocked_until: float = -math.inf  # by a loss
     _blocked_for: str = ""  # in words
+    _promised_since: float = math.inf  # a little, while off
+    _tried_at: float = -math.inf
     _rests_until: float = -math.inf  # by the dwell, after it did not pay any more
 
     @property
@@ -149,6 +157,7 @@ class Governor:
         self._reference = situation.offered
         lost = self._is_loss(now) or self._is_late(now)
         if not situation.wanted:
+            self._promised_since = math.inf
             return self._off(situation, now, f"off: {situation.calm}")
         if lost:
             return self._off(situation, now, self._loss_words(now))
@@ -193,6 +202,7 @@ class Governor:
 
     def _consider_on(self, situation: Situation, now: float) -> Decision:
         offered = situation.offered
+        self._note_promise(offered, now)
         if offered.layers_shared == 0:
             return self._off(situation, now, f"off: {offered.obstacle}")
         if now < self._blocked_until:
@@ -200,9 +210,22 @@ class Governor:
         if now < self._rests_until:
             return self._off(situation, now, "off: it did not pay a moment ago")
         if offered.gain < self.limits.on_gain:
-            words = f"off: gain {offered.gain:.2f}× is less than {self.limits.on_gain:.2f}×"
-            return self._off(situation, now, words)
+            if not self._is_to_be_tried(now):
+                words = f"off: gain {offered.gain:.2f}× is less than {self.limits.on_gain:.2f}×"
+                return self._off(situation, now, words)
+            self._tried_at = now
         return self._put(situation, now)
+
+    def _note_promise(self, offered: Plan, now: float) -> None:
+        is_promising = offered.layers_shared > 0 and offered.gain >= self.limits.off_gain
+        self._promised_since = min(self._promised_since, now) if is_promising else math.inf
+
+    def _is_to_be_tried(self, now: float) -> bool:
+        """Whether what promises only a little should be put in force to see what it gives."""
+        limits = self.limits
+        is_steady = now - self._promised_since >= limits.try_after_s
+        is_rested = now - self._tried_at >= limits.try_again_s and now - self._lost_at >= limits.backoff_max_s
+        return is_steady and is_rested
 
     def _consider_change(self, situation: Situation, now: float) -> Decision:
         assert self._plan is not None
@@ -223,7 +246,7 @@ class Governor:
     def _put(self, situation: Situation, now: float) -> Decision:
         plan = situation.offered
         changed = self._plan is None or (plan.routes, plan.lanes) != (self._plan.routes, self._plan.lanes)
-        self._plan, self._home = plan, None
+        self._plan, self._home, self._promised_since = plan, None, math.inf
         if changed:
             self._changed_at = now
             self._judged, self._late_share, self._is_doubted = _Judged(), 0.0, False

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -124,6 +125,45 @@ def test_what_did_not_pay_is_not_tried_again_at_once():
 
 
 # Measured against alone ---------------------------------------------------------------------------------------------
+
+
+def considered(governor: Governor, gains: Sequence[float], since: float, *, every=1.0) -> list[bool]:
+    """Whether it is on, at each of some moments in a row, when so much is promised."""
+    found: list[bool] = []
+    for number, gain in enumerate(gains):
+        situation = wanted(offer(gain), gain if governor.on else None)
+        found.append(governor.consider(situation, since + number * every).on)
+    return found
+
+
+def test_what_promises_a_little_for_a_while_is_tried_now_and_then():
+    governor = Governor()
+    assert considered(governor, [1.1] * 5, 10.0) == [False, False, False, True, True]
+    governor.consider(CALM, 20.0)
+    assert considered(governor, [1.1] * 5, 21.0) == [False] * 5  # not again so soon
+    assert considered(governor, [1.1] * 2, 10.0 + 3.0 + LIMITS.try_again_s) == [True] * 2
+
+
+@pytest.mark.parametrize("gap", [1.0, 1.04])
+def test_what_promises_a_little_only_at_times_is_not_tried(gap):
+    assert not any(considered(Governor(), [1.1, 1.1, 1.1, gap] * 5, 10.0))
+    assert not any(considered(Governor(), [1.1] * 100, 10.0, every=0.02))
+
+
+def test_what_promises_a_little_is_not_tried_in_calm():
+    governor = Governor()
+    for number in range(20):
+        governor.consider(wanted(offer(1.1)) if number % 3 else CALM, 10.0 + number)
+        assert not governor.on
+
+
+def test_what_promises_a_little_is_not_tried_long_after_a_loss():
+    governor = Governor()
+    governor.consider(wanted(offer(1.5)), 10.0)
+    measured(governor, 60.0, 10.3, 11.3)
+    assert not governor.consider(wanted(offer(1.5), 1.5), 11.3).on
+    assert not any(considered(governor, [1.1] * 290, 12.0))
+    assert considered(governor, [1.1], 11.4 + LIMITS.backoff_max_s) == [True]
 
 
 def measured(governor: Governor, tokens_per_s: float, since: float, until: float, *, rows=16) -> None:

@@ -32,6 +32,9 @@ class Verdict:
     compared: int = 0
 
 
+_NO_ROWS = torch.zeros(0, dtype=torch.int64)
+
+
 class AnswerChecks:
     def __init__(self, own: OwnExperts, spot_checks: SpotChecks, *, verifies_all: bool) -> None:
         self._own = own
@@ -92,9 +95,9 @@ class AnswerChecks:
         else:
             with self._lock:
                 drawn = self._spot_checks.pick(call.peer, call.layer, rows, experts_of)
-        picked = torch.tensor(drawn, dtype=torch.int64)
         if not drawn:
-            return picked, None
+            return _NO_ROWS, None
+        picked = torch.tensor(drawn, dtype=torch.int64)
         request = _as_sent(call)
         try:
             return picked, self._own.sums(request if len(drawn) == rows else rows_of(request, picked))

@@ -29,12 +29,13 @@ from kvasir_node.base.errors import (
 from kvasir_node.base.ids import ModelId, PeerId
 from kvasir_node.decide.placement import Assignment, StandingTold
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.model.worker_frames import WorkerFrames
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Transport
 from kvasir_node.roles.download import RunBlocking
 from kvasir_node.roles.express_calls import ExpressCalls
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
-from kvasir_node.wire.tensors import ExpertRequest, answer_parts, read_request
+from kvasir_node.wire.tensors import ExpertRequest
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Link:
         self.model = model
         self.dtype = dtype
         self._shard = shard
+        self._frames = WorkerFrames(shard.hidden_size)
         self._body_bytes_max = body_bytes_max
         self._in_flight_max = in_flight_max
         self._compute = compute
@@ -221,7 +223,7 @@ class Link:
             if self._in_flight == 0:
                 self._idle.set()
         self._computed(request.rows.shape[0])
-        return answer_parts(sums, request.encoding, computed_s)
+        return self._frames.answer(sums, request.encoding, computed_s)
 
     def _timed(self, request: ExpertRequest) -> tuple[torch.Tensor, float]:
         """In the thread that computes, so that no wait for a turn is counted."""
@@ -229,7 +231,7 @@ class Link:
         return self._compute(self._shard, request), time.perf_counter() - began_at
 
     def _read(self, body: memoryview) -> ExpertRequest:
-        request = read_request(body, hidden_size=self._shard.hidden_size)
+        request = self._frames.read(body)
         self._check(request)
         return request
 
@@ -287,4 +289,4 @@ class Link:
         """In the channel's thread: which of a worker's coordinators is computed for first is the system's to say."""
         request = self._read(body)
         sums, computed_s = self._timed(request)
-        return request.rows.shape[0], answer_parts(sums, request.encoding, computed_s)
+        return request.rows.shape[0], self._frames.answer(sums, request.encoding, computed_s)

@@ -115,8 +115,18 @@ def request_header(encoding: Encoding, layer: int, rows: int, pairs: int, hidden
     return _REQUEST.pack(_REQUEST_MAGIC, encoding, 0, layer, rows, pairs, hidden_size)
 
 
-def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
-    """Views of a request's arrays; raises Misbehaved for whatever does not add up, before any allocation."""
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What a request's header says; its arrays begin `REQUEST_BYTES` after it."""
+
+    encoding: Encoding
+    layer: int
+    rows: int
+    pairs: int
+
+
+def request_shape(body: memoryview, *, hidden_size: int) -> RequestShape:
+    """What is in a request whose length fits; raises Misbehaved for whatever does not add up."""
     if len(body) < _REQUEST.size:
         raise _bad(f"a request of {len(body)} bytes has no room for its header")
     magic, code, zero, layer, rows, pairs, dim = _REQUEST.unpack_from(body)
@@ -127,18 +137,25 @@ def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
         raise _bad(f"{rows} rows of {dim} with {pairs} pairs; expected rows of {hidden_size}")
     if len(body) != _REQUEST.size + 12 * pairs + encoding.values_bytes(rows, dim):
         raise _bad(f"a request of {len(body)} bytes does not hold {rows} rows and {pairs} pairs")
+    return RequestShape(encoding, layer, rows, pairs)
+
+
+def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
+    """Views of a request's arrays; raises Misbehaved for whatever does not add up, before any allocation."""
+    shape = request_shape(body, hidden_size=hidden_size)
+    rows, pairs = shape.rows, shape.pairs
     offset = _REQUEST.size
     pair_weight = _view(body, torch.float32, offset, pairs)
     pair_row = _view(body, torch.int32, offset + 4 * pairs, pairs)
     pair_expert = _view(body, torch.int32, offset + 8 * pairs, pairs)
     first, last = torch.aminmax(pair_row)
     if first.item() < 0 or last.item() >= rows or pair_expert.min().item() < 0:
-        raise _bad(f"a pair points outside the {rows} rows")
+        raise bad_pair(shape)
     # What is not finite comes back as such, and the worker would be blamed for it: so it is refused here.
     if not _is_finite(pair_weight):
-        raise _bad("a weight is not finite")
-    values = _read_values(body, offset + 12 * pairs, encoding, rows, dim, RejectReason.BAD_FRAME)
-    return ExpertRequest(layer, values, pair_row, pair_expert, pair_weight, encoding)
+        raise bad_weight()
+    values = _read_values(body, offset + 12 * pairs, shape.encoding, rows, hidden_size, RejectReason.BAD_FRAME)
+    return ExpertRequest(shape.layer, values, pair_row, pair_expert, pair_weight, shape.encoding)
 
 
 def answer_parts(
@@ -146,9 +163,14 @@ def answer_parts(
 ) -> list[bytes | memoryview]:
     """The parts of an answer frame with partial sums [R,D] in `encoding` (None = in their own dtype)."""
     encoding = encoding or Encoding.of(sums.dtype)
+    rows, hidden_size = sums.shape
+    return [answer_header(encoding, rows, hidden_size, computed_s), *_values_parts(sums, encoding)]
+
+
+def answer_header(encoding: Encoding, rows: int, hidden_size: int, computed_s: float) -> bytes:
+    """What comes before the sums of an answer."""
     computed_us = min(int(computed_s * 1e6), _COMPUTED_US_MAX)
-    header = _ANSWER.pack(_ANSWER_MAGIC, encoding, 0, *sums.shape, computed_us)
-    return [header, *_values_parts(sums, encoding)]
+    return _ANSWER.pack(_ANSWER_MAGIC, encoding, 0, rows, hidden_size, computed_us)
 
 
 def read_answer(
@@ -203,7 +225,7 @@ def _read_values(
         return _from_levels(scales, levels)
     values = _view(body, _STORED[encoding], offset, rows * dim).view(rows, dim)
     if not _is_finite(values):
-        raise Misbehaved(reason, "a row holds NaN or infinity")
+        raise bad_row(reason)
     return values
 
 
@@ -230,6 +252,18 @@ def _fit_each_other(scales: torch.Tensor, levels: torch.Tensor) -> bool:
 
 def _bad(message: str) -> Misbehaved:
     return Misbehaved(RejectReason.BAD_FRAME, message)
+
+
+def bad_pair(shape: RequestShape) -> Misbehaved:
+    return _bad(f"a pair points outside the {shape.rows} rows")
+
+
+def bad_weight() -> Misbehaved:
+    return _bad("a weight is not finite")
+
+
+def bad_row(reason: RejectReason = RejectReason.BAD_FRAME) -> Misbehaved:
+    return Misbehaved(reason, "a row holds NaN or infinity")
 
 
 def _is_finite(values: torch.Tensor) -> bool:

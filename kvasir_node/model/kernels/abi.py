@@ -108,8 +108,23 @@ JOIN_NUMBERS = (
     *("totals", "done"),  # float32 [T, D]; int64 [T], to which row_pairs are added
 )
 
+# widen: the arrays of a request's frame, as the experts' kernel takes them. Returns 0, or what is wrong with them.
+
+WIDEN_NUMBERS = (
+    "arrays",  # as `wire.tensors` lays them out, float32 or bfloat16 values
+    *("row_count", "pairs", "width", "is_bf16"),  # R, P, D
+    *("pair_row", "pair_expert"),  # results: int64 [P] each
+    "rows",  # result: float32 [R, D], of bfloat16 ones
+)
+WIDEN_BAD_PAIR, WIDEN_BAD_WEIGHT, WIDEN_BAD_ROW = 1, 2, 3
+"""A pair of a row that there is not or of no expert; a weight, or a row's value, that is not finite."""
+
+# narrow: float32 sums as the bfloat16 that leave.
+
+NARROW_NUMBERS = ("sums", "count", "target")
+
 KERNELS = (
     *(f"experts_{kind}" for kind in KINDS),
     *(f"{name}_{kind}" for name in ("block", "linear") for kind in KINDS[:2]),
-    *("split", "join"),
+    *("split", "join", "widen", "narrow"),
 )

@@ -24,10 +24,13 @@ from kvasir_node.model.kernels.abi import (
     KERNELS,
     LINEAR_FACTORS,
     LINEAR_NUMBERS,
+    NARROW_NUMBERS,
     SPLIT_NUMBERS,
+    WIDEN_NUMBERS,
 )
 from kvasir_node.model.kernels.block_code import block, linear
 from kvasir_node.model.kernels.expert_code import experts
+from kvasir_node.model.kernels.frame_code import narrow, widen
 from kvasir_node.model.kernels.library import CODE_FILE, source_hash
 from kvasir_node.model.kernels.split_code import join, split
 
@@ -38,6 +41,8 @@ _FAMILIES: dict[str, tuple[tuple[Any, ...], int, int]] = {
     "linear": (linear, len(LINEAR_NUMBERS), len(LINEAR_FACTORS)),
     "split": ((split,), len(SPLIT_NUMBERS), 0),
     "join": ((join,), len(JOIN_NUMBERS), 0),
+    "widen": ((widen,), len(WIDEN_NUMBERS), 0),
+    "narrow": ((narrow,), len(NARROW_NUMBERS), 0),
 }
 
 

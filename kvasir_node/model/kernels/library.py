@@ -27,7 +27,7 @@ from kvasir_node.model.kernels.abi import KERNELS
 logger = logging.getLogger(__name__)
 
 CODE_FILE = Path(__file__).with_name("kernels.ll.xz")
-SOURCES = ("abi.py", "vector_code.py", "expert_code.py", "block_code.py", "split_code.py", "build.py")
+SOURCES = ("abi.py", "vector_code.py", "expert_code.py", "block_code.py", "split_code.py", "frame_code.py", "build.py")
 """What CODE_FILE is made from, by `build`."""
 
 _NEEDED = {"x86_64": ("avx2", "fma"), "aarch64": ("neon",), "arm64": ("neon",)}  # else sums would be calls into libm

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvasir_node.model.kernels.abi import JOIN_NUMBERS, SPLIT_NUMBERS
-from kvasir_node.model.kernels.vector_code import FAST, compiled, float_of_bits, floats, ints, store_bf16, words
+from kvasir_node.model.kernels.frame_code import is_beyond
+from kvasir_node.model.kernels.vector_code import compiled, float_of_bits, floats, ints, store_bf16, words
 
 (
     CHOSEN, WEIGHTS, ROW_COUNT, EACH, ABLE, ABLE_EACH, MACHINES, EXPERTS, ALLOWED, PRICES, ROWS, ROW_WORDS, NARROWS,
@@ -150,25 +151,12 @@ def split(p: Numbers) -> int:
     return 0
 
 
-@compiled(fastmath=FAST)
-def _is_beyond(sums: Numbers, is_bf16: int) -> bool:
-    """Whether a value is infinite or NaN: nothing else times zero is not zero."""
-    total = np.float32(0.0)
-    for place in range(sums.shape[0]):
-        if is_bf16:
-            total += float_of_bits(sums[place] << np.int32(16)) * np.float32(0.0)
-            total += float_of_bits(sums[place] & np.int32(-65536)) * np.float32(0.0)
-        else:
-            total += float_of_bits(sums[place]) * np.float32(0.0)
-    return total != np.float32(0.0)
-
-
 @compiled()
 def join(p: Numbers) -> int:
     rows, width = p[JOIN_ROWS], p[WIDTH]
     used, row_pairs = ints(p[JOIN_USED], rows), ints(p[JOIN_PAIRS], rows)
     row_words = width // 2 if p[IS_BF16] else width
-    if _is_beyond(words(p[SUMS], rows * row_words), p[IS_BF16]):
+    if is_beyond(words(p[SUMS], rows * row_words), p[IS_BF16]):
         return 1
     for line in range(rows):
         row = used[line]

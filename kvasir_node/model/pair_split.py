@@ -27,19 +27,28 @@ _JoinNumbers = ctypes.c_int64 * len(JOIN_NUMBERS)
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one machine computes. `body`: weights [P] float32, rows [P] and experts [P] int32, values [R, D], as bytes
-    one after the other. `used` [R] int64: which of the T rows, ascending; `row_pairs` [R] int64: how many pairs each.
+    one after the other. `numbers` int64 has `used` and `row_pairs` at these places: they are seldom looked at but by
+    the kernel, and each view of a tensor takes as long as the kernel takes for all of a part.
     """
 
     machine: int
     pairs: int
     activated: int  # different experts
+    rows: int
     body: torch.Tensor  # uint8
-    used: torch.Tensor
-    row_pairs: torch.Tensor
+    numbers: torch.Tensor
+    used_at: int
+    row_pairs_at: int
 
     @property
-    def rows(self) -> int:
-        return self.used.shape[0]
+    def used(self) -> torch.Tensor:
+        """[R] int64: which of the T rows, ascending."""
+        return self.numbers[self.used_at : self.used_at + self.rows]
+
+    @property
+    def row_pairs(self) -> torch.Tensor:
+        """[R] int64: how many pairs each of them has."""
+        return self.numbers[self.row_pairs_at : self.row_pairs_at + self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class DealTable:
             self.able = torch.tensor([[*row, *[-1] * (width - len(row))] for row in dealing.able])
         prices = dealing.prices
         self.prices = torch.tensor([prices.fixed_s, prices.expert_s, prices.pair_s], dtype=torch.float32)
+        self.able_address, self.prices_address = self.able.data_ptr(), self.prices.data_ptr()
 
     @property
     def machines(self) -> int:
@@ -114,48 +124,51 @@ class PairSplitter:
         row_bytes = width * self._dtype.itemsize
         room_bytes = PAIR_BYTES * count * each + row_bytes * count
         bodies = [torch.empty(room_bytes, dtype=torch.uint8) for _ in range(machines - 1)]
-        own = torch.empty(2, count * each, dtype=torch.int64)
         own_weights = torch.empty(count * each)
-        # One piece of memory for counts, rows used, their pairs, frames, who is allowed, load, and four numbers of
-        # each expert, in this order.
-        kept = torch.empty(machines * (2 * count + 6) + 4 * experts, dtype=torch.int64)
-        counts_at = kept.data_ptr()
-        used_at = counts_at + 8 * 3 * machines
-        pairs_at = used_at + 8 * machines * count
-        frames_at = pairs_at + 8 * machines * count
-        allowed_at = frames_at + 8 * machines
-        load_at = allowed_at + 8 * machines
-        where_at = load_at + 8 * machines
-        (ctypes.c_int64 * machines).from_address(allowed_at)[:] = allowed
-        frames = (ctypes.c_int64 * machines).from_address(frames_at)
+        # One piece of memory for counts, rows used, their pairs, frames, who is allowed, load, four numbers of each
+        # expert, and our own pairs, in this order.
+        own_at = machines * (2 * count + 6) + 4 * experts
+        kept = torch.empty(own_at + 2 * count * each, dtype=torch.int64)
+        counts_address = kept.data_ptr()
+        used_address = counts_address + 8 * 3 * machines
+        pairs_address = used_address + 8 * machines * count
+        frames_address = pairs_address + 8 * machines * count
+        allowed_address = frames_address + 8 * machines
+        load_address = allowed_address + 8 * machines
+        where_address = load_address + 8 * machines
+        own_address = counts_address + 8 * own_at
+        (ctypes.c_int64 * machines).from_address(allowed_address)[:] = allowed
+        frames = (ctypes.c_int64 * machines).from_address(frames_address)
         for number, body in enumerate(bodies, start=1):
             frames[number] = body.data_ptr()
         numbers = _SplitNumbers(
-            chosen.data_ptr(), weights.data_ptr(), count, each, table.able.data_ptr(), able_each, machines, experts,
-            allowed_at, table.prices.data_ptr(), rows.data_ptr(),
-            width if narrows or self._dtype is torch.float32 else width // 2, narrows, frames_at,
-            own.data_ptr(), own.data_ptr() + 8 * count * each, own_weights.data_ptr(),
-            counts_at, used_at, pairs_at,
-            where_at, where_at + 8 * experts, where_at + 16 * experts, load_at, where_at + 24 * experts,
+            chosen.data_ptr(), weights.data_ptr(), count, each, table.able_address, able_each, machines, experts,
+            allowed_address, table.prices_address, rows.data_ptr(),
+            width if narrows or self._dtype is torch.float32 else width // 2, narrows, frames_address,
+            own_address, own_address + 8 * count * each, own_weights.data_ptr(),
+            counts_address, used_address, pairs_address,
+            where_address, where_address + 8 * experts, where_address + 16 * experts, load_address,
+            where_address + 24 * experts,
         )  # fmt: skip
         self._split(numbers, None)
-        found = (ctypes.c_int64 * (3 * machines)).from_address(counts_at)[:]
-        used = kept[3 * machines : (3 + count) * machines].view(machines, count)
-        row_pairs = kept[(3 + count) * machines : (3 + 2 * count) * machines].view(machines, count)
+        found = (ctypes.c_int64 * (3 * machines)).from_address(counts_address)[:]
         parts = [
             Part(
                 number,
                 found[number],
                 found[2 * machines + number],
+                found[machines + number],
                 body[: PAIR_BYTES * found[number] + row_bytes * found[machines + number]],
-                used[number, : found[machines + number]],
-                row_pairs[number, : found[machines + number]],
+                kept,
+                3 * machines + number * count,
+                (3 + count) * machines + number * count,
             )
             for number, body in enumerate(bodies, start=1)
             if found[number]
         ]
-        pairs = found[0]
-        return Split(own[0, :pairs], own[1, :pairs], own_weights[:pairs], found[2 * machines], parts)
+        pairs, experts_at = found[0], own_at + count * each
+        own_rows, own_experts = kept[own_at : own_at + pairs], kept[experts_at : experts_at + pairs]
+        return Split(own_rows, own_experts, own_weights[:pairs], found[2 * machines], parts)
 
     def _by_torch(
         self,
@@ -177,7 +190,9 @@ class PairSplitter:
                 arrays = [pair_weight, compact.to(torch.int32), pair_expert.to(torch.int32), rows[used]]
                 body = torch.cat([each.cpu().contiguous().view(torch.uint8).reshape(-1) for each in arrays])
                 activated = int(pair_expert.unique().shape[0])
-                parts.append(Part(number, pair_row.shape[0], activated, body, used.cpu(), row_pairs.cpu()))
+                pairs, count = pair_row.shape[0], used.shape[0]
+                kept = torch.cat([used, row_pairs]).cpu()
+                parts.append(Part(number, pairs, activated, count, body, kept, 0, count))
         return Split(*own, int(own[1].unique().shape[0]), parts)
 
     def _pairs(
@@ -200,8 +215,10 @@ class PairSplitter:
             totals.index_add_(0, part.used.to(totals.device), sums.to(totals.device, torch.float32))
             done[part.used] += part.row_pairs
             return True
+        numbers_address = part.numbers.data_ptr()
         numbers = _JoinNumbers(
-            sums.data_ptr(), sums.shape[0], sums.shape[1], narrow,
-            part.used.data_ptr(), part.row_pairs.data_ptr(), totals.data_ptr(), done.data_ptr(),
+            sums.data_ptr(), part.rows, sums.shape[1], narrow,
+            numbers_address + 8 * part.used_at, numbers_address + 8 * part.row_pairs_at,
+            totals.data_ptr(), done.data_ptr(),
         )  # fmt: skip
         return self._join(numbers, None) == 0

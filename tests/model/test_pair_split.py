@@ -111,7 +111,7 @@ def test_experts_are_dealt_out_as_the_plain_function_says(way, seed, count, able
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_added_to_their_rows_and_their_pairs_counted(way, dtype):
-    part = Part(1, 5, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3]), torch.tensor([2, 3]))
+    part = Part(1, 5, 2, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3, 2, 3]), 0, 2)
     sums = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
     totals, done = torch.ones(4, WIDTH), torch.tensor([7, 0, 0, 1])
     assert splitter_of(way, dtype).join(sums, part, totals, done)
@@ -126,7 +126,7 @@ def test_sums_are_added_to_their_rows_and_their_pairs_counted(way, dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2 * WIDTH - 1])
 def test_nothing_is_added_when_one_sum_is_not_finite(way, dtype, bad, place):
-    part = Part(1, 5, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3]), torch.tensor([2, 3]))
+    part = Part(1, 5, 2, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3, 2, 3]), 0, 2)
     sums = torch.ones(2, WIDTH)
     sums.view(-1)[place] = bad
     totals, done = torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64)
@@ -136,7 +136,7 @@ def test_nothing_is_added_when_one_sum_is_not_finite(way, dtype, bad, place):
 
 
 def test_the_largest_finite_values_are_finite(way):
-    part = Part(1, 1, 1, torch.empty(0, dtype=torch.uint8), torch.tensor([0]), torch.tensor([1]))
+    part = Part(1, 1, 1, 1, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 1]), 0, 1)
     largest = torch.full((1, WIDTH), torch.finfo(torch.float32).max)
     totals = torch.zeros(1, WIDTH)
     assert splitter_of(way, torch.float32).join(largest, part, totals, torch.zeros(1, dtype=torch.int64))

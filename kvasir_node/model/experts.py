@@ -104,6 +104,11 @@ class ExpertShard:
         # Replaced as a whole by writers, so that a computing thread keeps the layer it started with.
         self._layers: dict[int, _Layer] = {}
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel computes, from float32 rows, and not torch."""
+        return self._kernel is not None
+
     def add(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the parts of an expert as its checkpoint stores them; they are decoded or copied.
 

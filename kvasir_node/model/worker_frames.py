@@ -1,7 +1,7 @@
-"""A worker's requests and answers: checked, widened and narrowed in a kernel, if this processor has one.
+"""A worker's requests and answers: checked, widened and narrowed in a kernel, where experts are computed by one.
 
 It does not know experts, links or who asks. What is taken, what is refused and with which words, and every bit of a
-result are those of `wire.tensors`, which does it where there is no kernel, and for int8.
+result are those of `wire.tensors`, which does it elsewhere, and for int8.
 
 Shapes: R rows, D model width, P pairs.
 """
@@ -39,11 +39,12 @@ _NarrowNumbers = ctypes.c_int64 * len(NARROW_NUMBERS)
 
 
 class WorkerFrames:
-    """Of a model whose rows are `hidden_size` wide. Any thread may call, several at once."""
+    """Of a model whose rows are `hidden_size` wide; `by_kernel` where experts are computed by one, too, else all is as
+    `wire.tensors` has it. Any thread may call, several at once."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, *, by_kernel: bool) -> None:
         self._hidden_size = hidden_size
-        known = kernels()
+        known = kernels() if by_kernel else {}  # they take a second when they are asked for first
         self._widen, self._narrow = known.get("widen"), known.get("narrow")
 
     def read(self, body: memoryview) -> ExpertRequest:

@@ -79,7 +79,7 @@ class Link:
         self.model = model
         self.dtype = dtype
         self._shard = shard
-        self._frames = WorkerFrames(shard.hidden_size)
+        self._frames = WorkerFrames(shard.hidden_size, by_kernel=shard.has_kernel)
         self._body_bytes_max = body_bytes_max
         self._in_flight_max = in_flight_max
         self._compute = compute

@@ -20,12 +20,10 @@ EXACT = [Encoding.FLOAT32, Encoding.BFLOAT16]
 
 @pytest.fixture(scope="module", params=["kernel", "torch"])
 def frames(request):
-    found = WorkerFrames(WIDTH)
-    if request.param == "torch":
-        found._widen = found._narrow = None
-    elif "widen" not in kernels():
+    by_kernel = request.param == "kernel"
+    if by_kernel and "widen" not in kernels():
         pytest.skip("no kernels for this processor")
-    return found
+    return WorkerFrames(WIDTH, by_kernel=by_kernel)
 
 
 def drawn(seed: int, rows: int, pairs: int) -> ExpertRequest:
@@ -59,11 +57,14 @@ def test_a_request_is_read_as_it_was_spelt(frames, seed, rows, pairs, encoding):
         assert torch.equal(getattr(read, name).to(wanted.dtype), wanted)
 
 
-def test_what_the_kernel_gives_is_what_experts_are_computed_from():
-    if "widen" not in kernels():
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_rows_are_widened_where_a_kernel_computes_experts_from_them(by_kernel):
+    if by_kernel and "widen" not in kernels():
         pytest.skip("no kernels for this processor")
-    read = WorkerFrames(WIDTH).read(body_of(drawn(0, 5, 9), Encoding.BFLOAT16))
-    assert (read.rows.dtype, read.pair_row.dtype, read.pair_expert.dtype) == (torch.float32, torch.int64, torch.int64)
+    read = WorkerFrames(WIDTH, by_kernel=by_kernel).read(body_of(drawn(0, 5, 9), Encoding.BFLOAT16))
+    wide = (torch.float32, torch.int64, torch.int64)
+    narrow = (torch.bfloat16, torch.int32, torch.int32)
+    assert (read.rows.dtype, read.pair_row.dtype, read.pair_expert.dtype) == (wide if by_kernel else narrow)
 
 
 @pytest.mark.parametrize("encoding", EXACT)

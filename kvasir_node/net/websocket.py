@@ -29,6 +29,7 @@ from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from kvasir_node.net.raw_link import TcpStream
 
+HEADERS_END = b"\r\n\r\n"
 HTTP_START = b"GET "  # no other protocol of ours begins like this
 HANDSHAKE_BYTES_MAX = 16 * 1024
 MESSAGE_BYTES_MAX = 256 * 1024  # of ours; py-libp2p takes no more than 1 MiB in one
@@ -45,10 +46,13 @@ async def accept_websocket(tcp: TcpStream) -> WebSocketStream:
     Cancel-safety: only closing makes sense afterwards.
     """
     protocol = WSConnection(ConnectionType.SERVER)
-    event = await _handshake_event(tcp, protocol)
+    event, received = await _handshake_event(tcp, protocol)
     if not isinstance(event, Request):
         raise ConnectionClosedError(f"expected a WebSocket request, got {event!r:.80}")
     await tcp.write(protocol.send(AcceptConnection()))
+    # A client should wait for that (RFC 6455, 4.1). wsproto drops what came with a request, and would take what comes
+    # next, from the middle of a frame, for the beginning of one.
+    protocol.receive_data(received.partition(HEADERS_END)[2])
     return WebSocketStream(tcp, protocol)
 
 
@@ -57,7 +61,7 @@ async def connect_websocket(tcp: TcpStream, host: str, port: int) -> WebSocketSt
     protocol = WSConnection(ConnectionType.CLIENT)
     name = f"[{host}]" if ":" in host else host
     await tcp.write(protocol.send(Request(host=f"{name}:{port}", target="/")))
-    event = await _handshake_event(tcp, protocol)
+    event, _ = await _handshake_event(tcp, protocol)
     if isinstance(event, RejectConnection):
         raise ConnectionClosedError(f"the peer refused a WebSocket with HTTP status {event.status_code}")
     if not isinstance(event, AcceptConnection):
@@ -65,15 +69,16 @@ async def connect_websocket(tcp: TcpStream, host: str, port: int) -> WebSocketSt
     return WebSocketStream(tcp, protocol)
 
 
-async def _handshake_event(tcp: TcpStream, protocol: WSConnection) -> Event:
-    received_bytes = 0
-    while received_bytes <= HANDSHAKE_BYTES_MAX:
+async def _handshake_event(tcp: TcpStream, protocol: WSConnection) -> tuple[Event, bytes]:
+    """The first event, and all that was received for it."""
+    received = bytearray()
+    while len(received) <= HANDSHAKE_BYTES_MAX:
         chunk = await tcp.read()
         if not chunk:
             raise ConnectionClosedError("the connection ended inside the WebSocket handshake")
-        received_bytes += len(chunk)
+        received += chunk
         for event in _events(protocol, chunk):
-            return event
+            return event, bytes(received)
     raise ConnectionClosedError(f"a WebSocket handshake of more than {HANDSHAKE_BYTES_MAX} bytes")
 
 
@@ -117,7 +122,7 @@ class WebSocketStream(ReadWriteCloser):
         return bytes(first)
 
     def _arrived(self, chunk: bytes) -> None:
-        for event in _events(self._protocol, chunk) if chunk else self._protocol.events():
+        for event in _events(self._protocol, chunk):
             if isinstance(event, BytesMessage):
                 if event.data:
                     self._received.append(memoryview(event.data))

@@ -121,6 +121,36 @@ async def raw_client():
     return left, protocol, ours
 
 
+@pytest.mark.parametrize("cut", [0, 3, 50])
+async def test_what_comes_with_the_request_is_no_less_than_what_comes_after_it(cut):
+    left, right = await tcp_pair()
+    protocol = WSConnection(ConnectionType.CLIENT)
+    opening = protocol.send(Request(host="x", target="/"))
+    server = WSConnection(ConnectionType.SERVER)
+    server.receive_data(opening)
+    list(server.events())
+    protocol.receive_data(server.send(AcceptConnection()))
+    list(protocol.events())
+    frames = protocol.send(BytesMessage(b"early " * 20)) + protocol.send(BytesMessage(b"bytes"))
+    await left.send_all(opening + frames[:cut])
+    ours = await accept_websocket(right)
+    await left.send_all(frames[cut:])
+    assert await read_all(ours, 125) == b"early " * 20 + b"bytes"
+    await left.aclose()
+    await ours.close()
+
+
+async def test_law_5_words_that_come_with_the_request_end_the_connection():
+    left, right = await tcp_pair()
+    protocol = WSConnection(ConnectionType.CLIENT)
+    opening = protocol.send(Request(host="x", target="/"))
+    await left.send_all(opening + b"\x81\x85\0\0\0\0words")
+    with pytest.raises(ConnectionClosedError):
+        await accept_websocket(right)
+    await left.aclose()
+    await right.close()
+
+
 async def test_a_ping_is_answered_with_our_next_bytes():
     left, protocol, ours = await raw_client()
     await left.send_all(protocol.send(Ping(b"1")) + protocol.send(Ping(b"2")) + protocol.send(BytesMessage(b"data")))

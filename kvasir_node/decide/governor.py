@@ -117,7 +117,8 @@ class Governor:
     _blocked_until: float = -math.inf  # by a loss
     _blocked_for: str = ""  # in words
     _promised_since: float = math.inf  # a little, while off
-    _tried_at: float = -math.inf
+    _is_try: bool = False  # of what promised only a little: its loss says nothing of plans that promise much
+    _no_try_until: float = -math.inf
     _rests_until: float = -math.inf  # by the dwell, after it did not pay any more
 
     @property
@@ -191,13 +192,18 @@ class Governor:
         return True
 
     def _block(self, words: str, now: float) -> None:
+        self._no_try_until = now + self.limits.backoff_max_s
+        self._blocked_for = words
+        if self._is_try:
+            return
         self._losses += 1
         self._lost_at = now
         pause_s = self.limits.backoff_s * 2.0 ** min(self._losses - 1, 32)
         self._blocked_until = now + min(self.limits.backoff_max_s, pause_s)
-        self._blocked_for = words
 
     def _loss_words(self, now: float) -> str:
+        if now >= self._blocked_until:
+            return f"off: {self._blocked_for} when it was tried"
         return f"off: {self._blocked_for}, tried again in {self._blocked_until - now:.0f} s"
 
     def _consider_on(self, situation: Situation, now: float) -> Decision:
@@ -213,7 +219,7 @@ class Governor:
             if not self._is_to_be_tried(now):
                 words = f"off: gain {offered.gain:.2f}× is less than {self.limits.on_gain:.2f}×"
                 return self._off(situation, now, words)
-            self._tried_at = now
+            self._no_try_until = now + self.limits.try_again_s
         return self._put(situation, now)
 
     def _note_promise(self, offered: Plan, now: float) -> None:
@@ -222,10 +228,7 @@ class Governor:
 
     def _is_to_be_tried(self, now: float) -> bool:
         """Whether what promises only a little should be put in force to see what it gives."""
-        limits = self.limits
-        is_steady = now - self._promised_since >= limits.try_after_s
-        is_rested = now - self._tried_at >= limits.try_again_s and now - self._lost_at >= limits.backoff_max_s
-        return is_steady and is_rested
+        return now - self._promised_since >= self.limits.try_after_s and now >= self._no_try_until
 
     def _consider_change(self, situation: Situation, now: float) -> Decision:
         assert self._plan is not None
@@ -245,6 +248,7 @@ class Governor:
 
     def _put(self, situation: Situation, now: float) -> Decision:
         plan = situation.offered
+        self._is_try = plan.gain < self.limits.on_gain and (self._plan is None or self._is_try)
         changed = self._plan is None or (plan.routes, plan.lanes) != (self._plan.routes, self._plan.lanes)
         self._plan, self._home, self._promised_since = plan, None, math.inf
         if changed:

@@ -37,18 +37,18 @@ class Part:
     rows: int
     body: torch.Tensor  # uint8
     numbers: torch.Tensor
-    used_at: int
-    row_pairs_at: int
+    used_place: int
+    row_pairs_place: int
 
     @property
     def used(self) -> torch.Tensor:
         """[R] int64: which of the T rows, ascending."""
-        return self.numbers[self.used_at : self.used_at + self.rows]
+        return self.numbers[self.used_place : self.used_place + self.rows]
 
     @property
     def row_pairs(self) -> torch.Tensor:
         """[R] int64: how many pairs each of them has."""
-        return self.numbers[self.row_pairs_at : self.row_pairs_at + self.rows]
+        return self.numbers[self.row_pairs_place : self.row_pairs_place + self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class PairSplitter:
         own_weights = torch.empty(count * each)
         # One piece of memory for counts, rows used, their pairs, frames, who is allowed, load, four numbers of each
         # expert, and our own pairs, in this order.
-        own_at = machines * (2 * count + 6) + 4 * experts
-        kept = torch.empty(own_at + 2 * count * each, dtype=torch.int64)
+        own_place = machines * (2 * count + 6) + 4 * experts
+        kept = torch.empty(own_place + 2 * count * each, dtype=torch.int64)
         counts_address = kept.data_ptr()
         used_address = counts_address + 8 * 3 * machines
         pairs_address = used_address + 8 * machines * count
@@ -136,7 +136,7 @@ class PairSplitter:
         allowed_address = frames_address + 8 * machines
         load_address = allowed_address + 8 * machines
         where_address = load_address + 8 * machines
-        own_address = counts_address + 8 * own_at
+        own_address = counts_address + 8 * own_place
         (ctypes.c_int64 * machines).from_address(allowed_address)[:] = allowed
         frames = (ctypes.c_int64 * machines).from_address(frames_address)
         for number, body in enumerate(bodies, start=1):
@@ -166,8 +166,8 @@ class PairSplitter:
             for number, body in enumerate(bodies, start=1)
             if found[number]
         ]
-        pairs, experts_at = found[0], own_at + count * each
-        own_rows, own_experts = kept[own_at : own_at + pairs], kept[experts_at : experts_at + pairs]
+        pairs, experts_place = found[0], own_place + count * each
+        own_rows, own_experts = kept[own_place : own_place + pairs], kept[experts_place : experts_place + pairs]
         return Split(own_rows, own_experts, own_weights[:pairs], found[2 * machines], parts)
 
     def _by_torch(
@@ -218,7 +218,7 @@ class PairSplitter:
         numbers_address = part.numbers.data_ptr()
         numbers = _JoinNumbers(
             sums.data_ptr(), part.rows, sums.shape[1], narrow,
-            numbers_address + 8 * part.used_at, numbers_address + 8 * part.row_pairs_at,
+            numbers_address + 8 * part.used_place, numbers_address + 8 * part.row_pairs_place,
             totals.data_ptr(), done.data_ptr(),
         )  # fmt: skip
         return self._join(numbers, None) == 0

@@ -1,7 +1,7 @@
 """A worker's requests and answers: checked, widened and narrowed in a kernel, where experts are computed by one.
 
 It does not know experts, links or who asks. What is taken, what is refused and with which words, and every bit of a
-result are those of `wire.tensors`, which does it elsewhere, and for int8.
+number are those of `wire.tensors`, which does it elsewhere, and for int8.
 
 Shapes: R rows, D model width, P pairs.
 """
@@ -39,8 +39,8 @@ _NarrowNumbers = ctypes.c_int64 * len(NARROW_NUMBERS)
 
 
 class WorkerFrames:
-    """Of a model whose rows are `hidden_size` wide; `by_kernel` where experts are computed by one, too, else all is as
-    `wire.tensors` has it. Any thread may call, several at once."""
+    """Of a model whose rows are `hidden_size` wide; `by_kernel` where experts are computed by one, too (they are an
+    even number wide then), else all is as `wire.tensors` has it. Any thread may call, several at once."""
 
     def __init__(self, hidden_size: int, *, by_kernel: bool) -> None:
         self._hidden_size = hidden_size
@@ -51,7 +51,7 @@ class WorkerFrames:
         """As `read_request`, but pairs are int64 and rows float32 if there is a kernel. `body` begins at a multiple of
         four in memory. Raises Misbehaved."""
         shape = request_shape(body, hidden_size=self._hidden_size)
-        if self._widen is None or shape.encoding is Encoding.INT8 or self._hidden_size % 2:
+        if self._widen is None or shape.encoding is Encoding.INT8:
             return read_request(body, hidden_size=self._hidden_size)
         arrays = torch.frombuffer(body, dtype=torch.float32, offset=REQUEST_BYTES)
         pairs = torch.empty(2, shape.pairs, dtype=torch.int64)
@@ -60,10 +60,10 @@ class WorkerFrames:
             rows = torch.empty(shape.rows, self._hidden_size)
         else:
             rows = arrays[3 * shape.pairs :].view(shape.rows, self._hidden_size)
-        pairs_at = pairs.data_ptr()
+        pairs_address = pairs.data_ptr()
         numbers = _WidenNumbers(
             arrays.data_ptr(), shape.rows, shape.pairs, self._hidden_size, is_bf16,
-            pairs_at, pairs_at + 8 * shape.pairs, rows.data_ptr(),
+            pairs_address, pairs_address + 8 * shape.pairs, rows.data_ptr(),
         )  # fmt: skip
         fault = self._widen(numbers, None)
         if fault:

@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 _STAMP = struct.Struct("@qq")  # a timespec of a machine of 64 bits
 _OPTION = 35  # SO_TIMESTAMPNS, which the socket module lacks, on all but a few old architectures
@@ -21,12 +22,13 @@ STAMP_ROOM = socket.CMSG_SPACE(_STAMP.size) if hasattr(socket, "CMSG_SPACE") els
 
 
 def ask_for_stamps(sock: socket.socket) -> None:
-    """From now on, where this system does that."""
+    """From now on, or from a little later on, where this system does that."""
     if sys.platform == "linux" and platform.machine() in _KNOWN_ON:
-        sock.setsockopt(socket.SOL_SOCKET, _OPTION, 1)
+        with suppress(OSError):  # something that only looks like Linux: stamps are a help, no need
+            sock.setsockopt(socket.SOL_SOCKET, _OPTION, 1)
 
 
-def age_s(ancillary: Iterable[tuple[int, int, bytes]]) -> float | None:
+def stamp_age_s(ancillary: Iterable[tuple[int, int, bytes]]) -> float | None:
     """How long ago what was received with this ancillary data had come; None when nobody says, or the clock of the day
     was put back meanwhile."""
     for level, kind, stamp in ancillary:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
-from kvasir_node.net.arrival_stamps import STAMP_ROOM, age_s, ask_for_stamps
+from kvasir_node.net.arrival_stamps import STAMP_ROOM, ask_for_stamps, stamp_age_s
 from kvasir_node.net.raw_link import Buffer, size_of, without
 from kvasir_node.net.rpc_frames import decode_error, encode_error
 
@@ -261,8 +261,8 @@ class ExpressChannel:
         if not count:
             self.close("the peer closed the connection")
             self._check_open()
-        age = age_s(ancillary)
-        self.arrived_at = None if age is None else self._clock() - age
+        age_s = stamp_age_s(ancillary)
+        self.arrived_at = None if age_s is None else self._clock() - age_s
         self._is_drained = count < len(room)
         self.bytes_in += count
         self._end += count

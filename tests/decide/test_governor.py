@@ -166,6 +166,19 @@ def test_what_promises_a_little_is_not_tried_long_after_a_loss():
     assert considered(governor, [1.1], 11.4 + LIMITS.backoff_max_s) == [True]
 
 
+def test_a_try_that_loses_keeps_no_plan_from_being_used_that_promises_much():
+    governor = Governor()
+    for number in range(40):  # each loses, for hours
+        at = 10.0 + number * 2 * LIMITS.backoff_max_s
+        assert considered(governor, [1.1] * 4, at) == [False, False, False, True]
+        measured(governor, 60.0, at + 3.3, at + 4.3)
+        decision = governor.consider(wanted(offer(1.1), 1.1), at + 4.3)
+        assert (decision.on, decision.reason) == (False, "off: measured 0.60× alone when it was tried")
+        assert not any(considered(governor, [1.1] * 20, at + 5.0, every=14.0))
+        assert considered(governor, [2.0], at + 290.0) == [True]
+        governor.consider(CALM, at + 291.0)
+
+
 def measured(governor: Governor, tokens_per_s: float, since: float, until: float, *, rows=16) -> None:
     parts = round((until - since) / 0.05)
     for part in range(parts):

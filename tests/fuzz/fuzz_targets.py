@@ -15,7 +15,7 @@ import torch
 from fuzz_file_targets import FILE_TARGETS, PARTS, file_seeds
 from fuzz_peer_targets import PEER_TARGETS, peer_seeds
 
-from kvasir_node.base.errors import KvasirError
+from kvasir_node.base.errors import KvasirError, Misbehaved
 from kvasir_node.base.ids import DAG_CBOR_CODEC, ModelId, PeerId, SliceId, cid_of
 from kvasir_node.decide.demand import Wanted
 from kvasir_node.decide.pairing import PairRefusal
@@ -23,6 +23,7 @@ from kvasir_node.model import manifest as manifests
 from kvasir_node.model.manifest import LayerNode, Manifest
 from kvasir_node.model.maths import ExpertMaths
 from kvasir_node.model.tensor_file import expert_file, parse_expert_file, parse_json_object
+from kvasir_node.model.worker_frames import WorkerFrames
 from kvasir_node.net.muxer_frames import FrameReader
 from kvasir_node.net.rpc_credits import Grant
 from kvasir_node.net.rpc_frames import (
@@ -54,6 +55,7 @@ from kvasir_node.wire.tensors import (
 from kvasir_node.wire.ticket import Ticket, read_ticket, write_ticket
 
 HIDDEN = 4
+WORKER_FRAMES = WorkerFrames(HIDDEN, by_kernel=True)
 BODY_BYTES_MAX = 1024
 
 _expert = BlobRef(cid_of(b"expert"), len(expert_file(PARTS)) + 96)
@@ -129,8 +131,24 @@ def _muxer_frames(data: bytes) -> None:
 
 
 def _request(data: bytes) -> None:
-    request = read_request(memoryview(bytearray(data)), hidden_size=HIDDEN)
+    body = memoryview(bytearray(data))
+    refusal = _refusal(lambda: WORKER_FRAMES.read(body))
+    assert refusal == _refusal(lambda: read_request(body, hidden_size=HIDDEN))
+    request = read_request(body, hidden_size=HIDDEN)
     assert b"".join(request_parts(request, request.encoding)) == data
+    by_kernel = WORKER_FRAMES.read(body)
+    assert torch.equal(by_kernel.rows.to(request.rows.dtype), request.rows)
+    assert by_kernel.pair_row.tolist() == request.pair_row.tolist()
+    assert by_kernel.pair_expert.tolist() == request.pair_expert.tolist()
+
+
+def _refusal(read: Callable[[], object]) -> str | None:
+    """In which words; None when it was taken."""
+    try:
+        read()
+    except Misbehaved as error:
+        return str(error)
+    return None
 
 
 def _sums(encoding: Encoding) -> Callable[[bytes], None]:

@@ -135,9 +135,10 @@ def test_nothing_is_added_when_one_sum_is_not_finite(way, dtype, bad, place):
     assert done.tolist() == [0] * 4
 
 
-def test_the_largest_finite_values_are_finite(way):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_finite_values_are_finite(way, dtype):
     part = Part(1, 1, 1, 1, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 1]), 0, 1)
-    largest = torch.full((1, WIDTH), torch.finfo(torch.float32).max)
+    largest = torch.full((1, WIDTH), torch.finfo(dtype).max, dtype=dtype)
     totals = torch.zeros(1, WIDTH)
-    assert splitter_of(way, torch.float32).join(largest, part, totals, torch.zeros(1, dtype=torch.int64))
-    assert torch.equal(totals, largest)
+    assert splitter_of(way, dtype).join(largest, part, totals, torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(totals, largest.float())

@@ -41,6 +41,13 @@ def body_of(request: ExpertRequest, encoding: Encoding) -> memoryview:
     return memoryview(bytearray(b"".join(request_parts(request, encoding))))
 
 
+def assert_same(read: ExpertRequest, expected: ExpertRequest) -> None:
+    assert (read.layer, read.encoding) == (expected.layer, expected.encoding)
+    for name in ("rows", "pair_row", "pair_expert", "pair_weight"):
+        wanted = getattr(expected, name)
+        assert torch.equal(getattr(read, name).to(wanted.dtype), wanted)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 1000),
@@ -51,10 +58,7 @@ def body_of(request: ExpertRequest, encoding: Encoding) -> memoryview:
 def test_a_request_is_read_as_it_was_spelt(frames, seed, rows, pairs, encoding):
     body = body_of(drawn(seed, rows, pairs), encoding)
     expected, read = read_request(body, hidden_size=WIDTH), frames.read(body)
-    assert (read.layer, read.encoding) == (expected.layer, encoding)
-    for name in ("rows", "pair_row", "pair_expert", "pair_weight"):
-        wanted = getattr(expected, name)
-        assert torch.equal(getattr(read, name).to(wanted.dtype), wanted)
+    assert_same(read, expected)
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -93,8 +97,19 @@ def test_law_5_what_does_not_add_up_is_refused_in_the_same_words(frames, encodin
     assert (said.value.reason, str(said.value)) == (expected.value.reason, str(expected.value))
 
 
-def test_law_5_a_flipped_bit_anywhere_is_read_alike_or_refused_alike(frames):
-    spelt = bytes(body_of(drawn(2, 3, 4), Encoding.BFLOAT16))
+@pytest.mark.parametrize("encoding", EXACT)
+def test_the_largest_finite_values_are_read(frames, encoding):
+    request = drawn(4, 3, 4)
+    request.rows.fill_(torch.finfo(torch.bfloat16).max)
+    request.pair_weight.fill_(torch.finfo(torch.float32).max)
+    read = frames.read(body_of(request, encoding))
+    assert torch.equal(read.rows.float(), request.rows)
+    assert torch.equal(read.pair_weight, request.pair_weight)
+
+
+@pytest.mark.parametrize("encoding", EXACT)
+def test_law_5_a_flipped_bit_anywhere_is_read_alike_or_refused_alike(frames, encoding):
+    spelt = bytes(body_of(drawn(2, 3, 4), encoding))
     for position in range(len(spelt)):
         for bit in (1, 0x40, 0x80):
             body = memoryview(bytearray(spelt))
@@ -105,7 +120,7 @@ def test_law_5_a_flipped_bit_anywhere_is_read_alike_or_refused_alike(frames):
                 with pytest.raises(Misbehaved, match=f"^{re.escape(str(error))}$"):
                     frames.read(body)
             else:
-                assert torch.equal(frames.read(body).rows.to(expected.rows.dtype), expected.rows)
+                assert_same(frames.read(body), expected)
 
 
 def test_law_5_a_frame_that_is_cut_short_or_too_long_is_refused(frames):

@@ -149,6 +149,14 @@ def test_what_has_no_room_is_not_begun(parts):
         assert caught.value.name == "RangeError"
 
 
+def test_a_key_or_nonce_of_another_length_is_refused(parts):
+    key, nonce, extra, text = made(5, 40, 32)
+    for given in ((key[:-1], nonce), (key + b"\0", nonce), (key, nonce[:-1]), (key, nonce + b"\0")):
+        with pytest.raises(PartError) as caught:
+            seal(parts, *given, extra, text)
+        assert caught.value.name == "RangeError"
+
+
 def test_the_cipher_in_javascript_serves_where_webassembly_does_not(parts):
     unknown = b"\0asm\2\0\0\0"  # a version that does not exist, as SIMD does not for older browsers
     assert parts("whichCipher", "", False) == "wasm"

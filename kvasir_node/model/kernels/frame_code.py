@@ -1,7 +1,7 @@
 """A worker's frames: what came is checked and widened for the experts' kernel, what leaves is narrowed.
 
-It does not know frames or experts: it gets addresses (`abi`). A worker that computes a small layer for 0.7 ms spent 0.2
-more on the same as a dozen torch operations.
+It does not know frames or experts: it gets addresses (`abi`). As a dozen torch operations the same takes a good part of
+the time in which a small model's experts are computed (`docs/log.md`).
 
 Shapes: R rows, D model width, P pairs.
 """
@@ -19,7 +19,7 @@ from kvasir_node.model.kernels.abi import (
     WIDEN_BAD_WEIGHT,
     WIDEN_NUMBERS,
 )
-from kvasir_node.model.kernels.vector_code import FAST, compiled, float_of_bits, floats, ints, store_bf16, words
+from kvasir_node.model.kernels.vector_code import compiled, float_of_bits, floats, ints, store_bf16, words
 
 ARRAYS, ROW_COUNT, PAIRS, WIDTH, IS_BF16, PAIR_ROW, PAIR_EXPERT, ROWS = range(len(WIDEN_NUMBERS))
 SUMS, COUNT, TARGET = range(len(NARROW_NUMBERS))
@@ -27,22 +27,24 @@ SUMS, COUNT, TARGET = range(len(NARROW_NUMBERS))
 Numbers = Any  # an array
 
 
-@compiled(fastmath=FAST)
+@compiled()
 def is_beyond(values: Numbers, is_bf16: int) -> bool:
-    """Whether a value, of words that hold one or two each, is infinite or NaN: nothing else times zero is not zero."""
-    total = np.float32(0.0)
+    """Whether a value, of words that hold one or two each, is infinite or NaN: then all bits of its exponent are set.
+
+    By its bits: sums of zero times each value may be put together otherwise, and then overflow.
+    """
+    found = 0
+    upper = np.int32(0x7F800000)
+    lower = np.int32(0x7F80 if is_bf16 else 0x7F800000)
     for place in range(values.shape[0]):
-        if is_bf16:
-            total += float_of_bits(values[place] << np.int32(16)) * np.float32(0.0)
-            total += float_of_bits(values[place] & np.int32(-65536)) * np.float32(0.0)
-        else:
-            total += float_of_bits(values[place]) * np.float32(0.0)
-    return total != np.float32(0.0)
+        found |= (values[place] & upper) == upper
+        found |= (values[place] & lower) == lower
+    return found != 0
 
 
 @compiled()
-def _widened_pairs(p: Numbers) -> bool:
-    """Whether each points at a row that there is, and at an expert that could be."""
+def _widen_pairs(p: Numbers) -> bool:
+    """Returns whether each points at a row that there is, and at an expert that could be."""
     rows, pairs = p[ROW_COUNT], p[PAIRS]
     narrow_rows, narrow_experts = words(p[ARRAYS] + 4 * pairs, pairs), words(p[ARRAYS] + 8 * pairs, pairs)
     wide_rows, wide_experts = ints(p[PAIR_ROW], pairs), ints(p[PAIR_EXPERT], pairs)
@@ -57,7 +59,7 @@ def _widened_pairs(p: Numbers) -> bool:
 @compiled()
 def widen(p: Numbers) -> int:
     pairs = p[PAIRS]
-    if not _widened_pairs(p):
+    if not _widen_pairs(p):
         return WIDEN_BAD_PAIR
     if is_beyond(words(p[ARRAYS], pairs), 0):
         return WIDEN_BAD_WEIGHT

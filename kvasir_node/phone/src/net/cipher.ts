@@ -1,10 +1,12 @@
-// Noise's ChaCha20-Poly1305 in WebAssembly, by kernel/cipher.c: a quarter of the time that js-libp2p's own takes, in
+// Noise's ChaCha20-Poly1305 in WebAssembly, by kernel/cipher.c: much quicker than js-libp2p's own (docs/log.md), in
 // JavaScript. That one serves where there is no WebAssembly with SIMD. It does not know which connection a message is of:
 // all of a thread's share one memory, as each call begins and ends here.
 import { type ICryptoInterface, pureJsCrypto } from '@libp2p/noise'
 import type { Uint8ArrayList } from 'uint8arraylist'
 import code from '../../kernel/cipher.wasm'
 
+const KEY_BYTES = 32
+const NONCE_BYTES = 12
 const TAG_BYTES = 16
 const EXTRA_BYTES_MAX = 64 // as cipher.c has room for; Noise has a hash here, or nothing
 const TEXT_BYTES_MAX = 65_536
@@ -51,6 +53,7 @@ class Cipher {
   }
 
   private put (data: Uint8Array | Uint8ArrayList, textBytes: number, nonce: Uint8Array, extra: Uint8Array, key: Uint8Array): void {
+    if (key.length !== KEY_BYTES || nonce.length !== NONCE_BYTES) throw new RangeError(`no key and nonce of Noise: ${key.length} and ${nonce.length} bytes`)
     if (textBytes < 0 || textBytes > TEXT_BYTES_MAX || extra.length > EXTRA_BYTES_MAX) throw new RangeError(`no message of Noise: ${textBytes} and ${extra.length} bytes`)
     this.memory.set(key, this.keyAt)
     this.memory.set(nonce, this.nonceAt)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.costs import Costs
-from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Routes, caution
+from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Routes, caution, share_of_rows
 
 ABLE_MAX = 4  # machines among which an expert is dealt; more would hardly balance better
 
@@ -122,7 +122,7 @@ def pricing(costs: Costs, chosen: int, row_bytes: float) -> Price:
         more, link_more = caution(worker.doubt), caution(worker.link_doubt)
         both_ways_s = worker.sent_byte_s + worker.received_byte_s
         fixed_s = more * worker.call_s + link_more * (worker.rtt_s + CALL_BYTES / 2 * both_ways_s)
-        rows_of_pair = (1.0 - (1.0 - share) ** chosen) / (chosen * share) if share > 0.0 else 1.0
+        rows_of_pair = share_of_rows(share, chosen) / (chosen * share) if share > 0.0 else 1.0
         return (
             fixed_s,
             more * worker.expert_s,

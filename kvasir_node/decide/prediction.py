@@ -69,6 +69,11 @@ def caution(doubt: float) -> float:
     return 1.0 + CAUTION * doubt
 
 
+def share_of_rows(share: float, chosen: int) -> float:
+    """What part of all rows travels to a machine with such a share of a layer's pairs: each row once, as K draws."""
+    return 1.0 - max(0.0, 1.0 - share) ** chosen
+
+
 def expected_shares(experts: int, heat: Sequence[float]) -> list[float]:
     """Each expert's share of a layer's pairs. One that nobody used yet still weighs a little."""
     total = sum(heat)
@@ -139,7 +144,7 @@ class _Layer:
                 missing = sum([each for index, each in wanted.items() if index not in held])
                 here_s = own.layer_s + own.expert_s * activated + own.pair_s * pairs + own.borrow_s * missing
             else:
-                travelling = rows * (1.0 - max(0.0, 1.0 - share) ** scene.chosen)
+                travelling = rows * share_of_rows(share, scene.chosen)
                 longest_s = max(longest_s, self._call_s(scene, costs.workers[peer], peer, activated, pairs, travelling))
         handling_s = costs.own.call_s * len(self.busy)
         self.own_s = here_s + handling_s

@@ -19,7 +19,7 @@ from operator import add
 
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.costs import Costs, WorkerCosts
-from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Scene, caution, expected_shares
+from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Scene, caution, expected_shares, share_of_rows
 
 CELLS_MAX = 480
 CELLS_MIN = 8  # of a kind, however many there are
@@ -73,7 +73,7 @@ class Table:
 
     def travelling(self, share: float) -> float:
         """Rows that a machine with that share of the pairs is sent."""
-        return self.rows * (1.0 - max(0.0, 1.0 - share) ** self.chosen)
+        return self.rows * share_of_rows(share, self.chosen)
 
     def call_of_share_s(self, number: int, share: float) -> float:
         """A call with that share of everything; of what a machine cannot compute, nothing."""

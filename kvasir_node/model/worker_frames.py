@@ -30,7 +30,7 @@ from kvasir_node.wire.tensors import (
     bad_pair,
     bad_row,
     bad_weight,
-    read_request,
+    read_arrays,
     request_shape,
 )
 
@@ -52,7 +52,7 @@ class WorkerFrames:
         four in memory. Raises Misbehaved."""
         shape = request_shape(body, hidden_size=self._hidden_size)
         if self._widen is None or shape.encoding is Encoding.INT8:
-            return read_request(body, hidden_size=self._hidden_size)
+            return read_arrays(body, shape)
         arrays = torch.frombuffer(body, dtype=torch.float32, offset=REQUEST_BYTES)
         pairs = torch.empty(2, shape.pairs, dtype=torch.int64)
         is_bf16 = shape.encoding is Encoding.BFLOAT16

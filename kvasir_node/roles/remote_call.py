@@ -137,7 +137,9 @@ class RemoteCall:
                     frame = channel.receive(left_s)
                 else:
                     frame = channel.receive_now()
-            self.deliver(result_of(frame[1]), self._took_s(channel.arrived_at))
+            took_s = self._took_s(channel.arrived_at)
+            self.is_timed |= took_s is not None
+            self.deliver(result_of(frame[1]), took_s)
         except KvasirError as error:
             self.deliver(error)
 
@@ -145,7 +147,6 @@ class RemoteCall:
         """Until its answer came, which may be long before it is looked for; None when that is not known."""
         if arrived_at is None or arrived_at < self.sent_at:
             return None
-        self.is_timed = True
         return arrived_at - self.sent_at
 
 

@@ -123,6 +123,7 @@ class RequestShape:
     layer: int
     rows: int
     pairs: int
+    hidden_size: int
 
 
 def request_shape(body: memoryview, *, hidden_size: int) -> RequestShape:
@@ -137,12 +138,16 @@ def request_shape(body: memoryview, *, hidden_size: int) -> RequestShape:
         raise _bad(f"{rows} rows of {dim} with {pairs} pairs; expected rows of {hidden_size}")
     if len(body) != _REQUEST.size + 12 * pairs + encoding.values_bytes(rows, dim):
         raise _bad(f"a request of {len(body)} bytes does not hold {rows} rows and {pairs} pairs")
-    return RequestShape(encoding, layer, rows, pairs)
+    return RequestShape(encoding, layer, rows, pairs, dim)
 
 
 def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
     """Views of a request's arrays; raises Misbehaved for whatever does not add up, before any allocation."""
-    shape = request_shape(body, hidden_size=hidden_size)
+    return read_arrays(body, request_shape(body, hidden_size=hidden_size))
+
+
+def read_arrays(body: memoryview, shape: RequestShape) -> ExpertRequest:
+    """As `read_request`, of a body that has this shape."""
     rows, pairs = shape.rows, shape.pairs
     offset = _REQUEST.size
     pair_weight = _view(body, torch.float32, offset, pairs)
@@ -154,7 +159,7 @@ def read_request(body: memoryview, *, hidden_size: int) -> ExpertRequest:
     # What is not finite comes back as such, and the worker would be blamed for it: so it is refused here.
     if not _is_finite(pair_weight):
         raise bad_weight()
-    values = _read_values(body, offset + 12 * pairs, shape.encoding, rows, hidden_size, RejectReason.BAD_FRAME)
+    values = _read_values(body, offset + 12 * pairs, shape.encoding, rows, shape.hidden_size, RejectReason.BAD_FRAME)
     return ExpertRequest(shape.layer, values, pair_row, pair_expert, pair_weight, shape.encoding)
 
 

@@ -76,8 +76,13 @@ def widen(p: Numbers) -> int:
 
 
 @compiled()
+def store_narrow(values: Numbers, target: int) -> None:
+    """float32 values as bfloat16."""
+    for place in range(values.shape[0]):
+        store_bf16(target + 2 * place, values[place])
+
+
+@compiled()
 def narrow(p: Numbers) -> int:
-    sums = floats(p[SUMS], p[COUNT])
-    for place in range(p[COUNT]):
-        store_bf16(p[TARGET] + 2 * place, sums[place])
+    store_narrow(floats(p[SUMS], p[COUNT]), p[TARGET])
     return 0

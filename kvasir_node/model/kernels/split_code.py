@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvasir_node.model.kernels.abi import JOIN_NUMBERS, SPLIT_NUMBERS
-from kvasir_node.model.kernels.frame_code import is_beyond
-from kvasir_node.model.kernels.vector_code import compiled, float_of_bits, floats, ints, store_bf16, words
+from kvasir_node.model.kernels.frame_code import is_beyond, store_narrow
+from kvasir_node.model.kernels.vector_code import compiled, float_of_bits, floats, ints, words
 
 (
     CHOSEN, WEIGHTS, ROW_COUNT, EACH, ABLE, ABLE_EACH, MACHINES, EXPERTS, ALLOWED, PRICES, ROWS, ROW_WORDS, NARROWS,
@@ -106,9 +106,7 @@ def _count(p: Numbers, chosen: Numbers, where: Numbers, counts: Numbers, used: N
 def _copy_row(p: Numbers, row: int, target: int) -> None:
     count = p[ROW_WORDS]
     if p[NARROWS]:
-        values = floats(p[ROWS] + 4 * row * count, count)
-        for place in range(count):
-            store_bf16(target + 2 * place, values[place])
+        store_narrow(floats(p[ROWS] + 4 * row * count, count), target)
         return
     source, copy = words(p[ROWS] + 4 * row * count, count), words(target, count)
     for place in range(count):

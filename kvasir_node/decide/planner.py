@@ -86,6 +86,12 @@ def plan(scene: Scene, costs: Costs, rows: int, limits: PlanLimits) -> Plan:
     return _Planning(scene, costs, rows, limits).best()
 
 
+def shared_anyway(scene: Scene, costs: Costs, rows: int) -> Plan:
+    """Each layer balanced among all who can compute something of it, in one lane, whatever that costs; all away that
+    can be, where no balance gives anybody anything. Nothing else is tried, so it takes a part of the time of a plan."""
+    return _Planning(scene, costs, rows, PlanLimits(math.inf, lanes_max=1)).forced()
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A whole forward: one LayerPlan for each layer, and how long a cycle of all lanes takes."""
@@ -128,6 +134,9 @@ class _Planning:
         if self._limits.must_share and not self._shares_held(best):
             best = self._forced()
         return self._plan_of(best)
+
+    def forced(self) -> Plan:
+        return self._plan_of(self._forced())
 
     def _forced(self) -> _Step:
         """Each layer balanced; all away that can be, if that leaves everything here as well."""

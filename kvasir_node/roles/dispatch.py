@@ -26,6 +26,7 @@ from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, Reject
 from kvasir_node.base.ids import PeerId
 from kvasir_node.decide.call_times import CallLimits, Here, Wait, second_way
 from kvasir_node.decide.dealing import Dealings
+from kvasir_node.decide.looks import LookPace
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
 from kvasir_node.model.pair_split import DealTable, PairSplitter, Part, Split
@@ -67,6 +68,7 @@ class _Common:
     times: OwnTimes = field(default_factory=OwnTimes)
     numbers: count[int] = field(default_factory=lambda: count(1))
     timing_rests_until: float = 0.0
+    look_pace: LookPace = field(default_factory=LookPace)
 
 
 class FanoutDispatch:
@@ -136,10 +138,18 @@ class FanoutDispatch:
 
     # The trio loop's side ------------------------------------------------------------------------------------
 
-    def set_routes(self, decode: Dealings, prompt: Dealings, decode_rows_max: int) -> None:
-        """What forwards of up to so many rows follow from their next layer on, and what larger ones do."""
+    def set_routes(
+        self, decode: Dealings, prompt: Dealings, decode_rows_max: int, looks: Dealings | None = None
+    ) -> None:
+        """What forwards of up to so many rows follow from their next layer on, and what larger ones do. `looks`: how a
+        layer of decoding that has no route may be split now and then, to see what that takes."""
         old = self._common.routes
-        self._common.routes = RoutesInForce(laid_out(decode, old.decode), laid_out(prompt, old.prompt), decode_rows_max)
+        self._common.routes = RoutesInForce(
+            laid_out(decode, old.decode),
+            laid_out(prompt, old.prompt),
+            decode_rows_max,
+            laid_out(looks or {}, old.looks),
+        )
 
     def set_encoding(self, encoding: Encoding) -> None:
         """What rows travel in; before the first forward, and before there are forks."""
@@ -206,8 +216,12 @@ class FanoutDispatch:
         if layer in self._common.trial_layers:
             self._crew.offer_trial(layer, rows.to(self._dtype), chosen, weights)
         routes = self._common.routes
-        route = (routes.decode if forward.rows <= routes.decode_rows_max else routes.prompt).get(layer)
-        if route is None or forward.patience_s <= 0:
+        is_decode = forward.rows <= routes.decode_rows_max
+        route = (routes.decode if is_decode else routes.prompt).get(layer)
+        look = routes.looks.get(layer) if is_decode and route is None and layer == forward.sampled else None
+        if look is not None and forward.patience_s > 0 and self._common.look_pace.take(time.monotonic()):
+            total = self._look(look, layer, rows, chosen, weights)
+        elif route is None or forward.patience_s <= 0:
             total = self._compute_all(layer, rows, chosen, weights)
         else:
             total = self._split(route, layer, rows, chosen, weights)
@@ -275,6 +289,17 @@ class FanoutDispatch:
         self._forward.calls += len(calls)
         self._forward.calls_s += sent_s - began_s + time.thread_time() - computed_s
         return total
+
+    def _look(
+        self, look: DealTable, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """A split like any other, at a loss perhaps: after it nobody is looked at for so long that it hardly counts."""
+        began, alone_s = time.monotonic(), chosen.numel() * self._common.times.pair_s
+        try:
+            return self._split(look, layer, rows, chosen, weights)
+        finally:
+            ended = time.monotonic()
+            self._common.look_pace.took(ended - began - alone_s, ended)
 
     def _prepare_checks(self, calls: Sequence[RemoteCall], twins: Sequence[RemoteCall | None]) -> None:
         """What is compared is computed while the answers are under way.

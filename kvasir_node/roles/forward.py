@@ -38,11 +38,13 @@ class PairCounters:
 
 @dataclass(frozen=True, slots=True)
 class RoutesInForce:
-    """By layer; replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it."""
+    """By layer; replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it. `looks`: how a
+    layer that decoding has no route for may be split now and then (`decide/looks`)."""
 
     decode: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
     prompt: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
     decode_rows_max: int = 0
+    looks: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
 
 
 def laid_out(dealings: Dealings, like: Mapping[int, DealTable]) -> Mapping[int, DealTable]:

@@ -1,0 +1,169 @@
+"""Looks, as the dispatch makes them: one layer of a decode forward now and then, of which no token depends."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from fanout_fakes import (
+    ANN,
+    BOB,
+    LAYERS,
+    FakeCrew,
+    changed_body,
+    honest_body,
+    make_checkpoint,
+    make_dispatch,
+    make_own,
+    make_shard,
+    random_rows,
+    route_of,
+)
+
+from kvasir_node.base.errors import Unreachable
+from kvasir_node.decide.dealing import Dealings, fixed
+from kvasir_node.decide.looks import LOOK_RESTS, LookPace
+from kvasir_node.model.trunk import LocalDispatch
+from kvasir_node.roles.dispatch import FanoutDispatch
+from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LinkMeasured
+
+SLOTS = 5
+LOOKS = fixed(route_of(ANN, None))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint):
+    return LocalDispatch(make_shard(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def own(checkpoint):
+    return make_own(checkpoint)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.forwards: list[ForwardMeasured] = []
+
+    def forward_measured(self, measured: ForwardMeasured) -> None:
+        self.forwards.append(measured)
+
+    def call_measured(self, measured: CallMeasured) -> None:
+        raise AssertionError("the crew tells of calls")
+
+    def link_measured(self, measured: LinkMeasured) -> None:
+        raise AssertionError("nobody times links here")
+
+
+def honest(own) -> FakeCrew:
+    return FakeCrew(dict.fromkeys((ANN, BOB), lambda call: memoryview(bytearray(honest_body(own, call.request)))))
+
+
+def look_with(dispatch: FanoutDispatch, looks: Dealings | None, decode: Dealings | None = None) -> None:
+    dispatch.set_routes(decode or {}, {}, SLOTS, looks)
+
+
+def rest(dispatch: FanoutDispatch) -> None:
+    """So long that the next look may be."""
+    dispatch._common.look_pace = LookPace()
+
+
+def forward(dispatch: FanoutDispatch, seed: int = 0, count: int = SLOTS) -> list[torch.Tensor]:
+    dispatch.begin(count)
+    sums = [dispatch(layer, *random_rows(seed + layer, count)) for layer in LAYERS]
+    dispatch.tally()
+    return sums
+
+
+def test_one_layer_of_a_forward_is_looked_at_another_one_each_time_and_what_it_took_is_told(own):
+    crew, heard = honest(own), Heard()
+    dispatch = make_dispatch(own, crew, observer=heard)
+    look_with(dispatch, LOOKS)
+    for seed in range(6):
+        rest(dispatch)
+        forward(dispatch, seed)
+    assert [call.layer for call in crew.calls] == [1, 2, 0, 1, 2, 0]
+    assert all(call.is_sample for call in crew.calls)
+    assert [len(served.experts) for served in crew.heard] == [1] * 6
+    for told, call in zip(heard.forwards, crew.calls, strict=True):
+        assert told.own_call_s is not None
+        assert told.layer is not None
+        assert told.layer.pairs == 2 * SLOTS - call.pairs
+
+
+def test_between_two_looks_all_is_computed_here(own):
+    crew = honest(own)
+    dispatch = make_dispatch(own, crew)
+    look_with(dispatch, LOOKS)
+    forward(dispatch)
+    dispatch._common.look_pace.took(10.0, time.monotonic())
+    for _ in range(6):
+        forward(dispatch)
+    assert len(crew.calls) == 1
+    assert dispatch.counters.remote == crew.calls[0].pairs
+
+
+def test_what_a_look_took_longer_than_alone_is_what_it_rests_for(own, truth):
+    crew = FakeCrew({ANN: lambda call: None}, deadline_s=0.02)
+    dispatch = make_dispatch(own, crew)
+    look_with(dispatch, LOOKS)
+    began = time.monotonic()
+    sums = forward(dispatch)
+    ended = time.monotonic()
+    for layer, each in enumerate(sums):
+        torch.testing.assert_close(each, truth(layer, *random_rows(layer)), atol=1e-5, rtol=1e-5)
+    pace = dispatch._common.look_pace
+    assert not pace.take(began + 0.02 * (1 + LOOK_RESTS) - 0.1)
+    assert pace.take(ended + (ended - began) * LOOK_RESTS)
+
+
+@pytest.mark.parametrize("case", ["prompt", "routes", "no looks", "another layer", "no patience"])
+def test_nobody_is_looked_at(own, case):
+    crew = honest(own)
+    dispatch = make_dispatch(own, crew, patience_s=0.0 if case == "no patience" else 2.0)
+    look_with(
+        dispatch,
+        {"no looks": {}, "another layer": fixed(route_of(ANN, layers=(0,)))}.get(case, LOOKS),
+        fixed(route_of(BOB, layers=LAYERS)) if case == "routes" else {},
+    )
+    forward(dispatch, count=SLOTS + 1 if case == "prompt" else SLOTS)
+    assert ANN not in {call.peer for call in crew.calls}
+
+
+def test_law_2_and_3_a_look_that_is_taken_back_is_not_made_by_the_forward_that_is_under_way(own):
+    crew = honest(own)
+    dispatch = make_dispatch(own, crew)
+    look_with(dispatch, LOOKS)
+    dispatch.begin(SLOTS)
+    dispatch(0, *random_rows(0))
+    look_with(dispatch, {})
+    dispatch(1, *random_rows(1))
+    assert (crew.calls, dispatch.counters.remote) == ([], 0)
+
+
+ANSWERS = {
+    "honest": lambda own, call: memoryview(bytearray(honest_body(own, call.request))),
+    "silent": lambda own, call: None,
+    "gone": lambda own, call: Unreachable("the connection ended"),
+    "wrong": lambda own, call: changed_body(own, call.request, lambda sums: sums + 1.0),
+    "nan": lambda own, call: changed_body(own, call.request, lambda sums: sums * float("nan")),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("row", [(ANN, None), (ANN,), (ANN, BOB, None)])
+def test_law_1_and_5_same_answer_whatever_who_is_looked_at_does(own, truth, kind, row):
+    crew = FakeCrew(dict.fromkeys((ANN, BOB), lambda call: ANSWERS[kind](own, call)))
+    dispatch = make_dispatch(own, crew, checks=True)
+    look_with(dispatch, fixed(route_of(*row)))
+    for seed in range(4):
+        rest(dispatch)
+        for layer, sums in enumerate(forward(dispatch, seed)):
+            torch.testing.assert_close(sums, truth(layer, *random_rows(seed + layer)), atol=1e-5, rtol=1e-5)
+    assert crew.calls

@@ -16,8 +16,9 @@ What alone would give is the plan's prediction, corrected by what steps really t
 budget, max_slowdown × the time of a token when idle: a plan may gain in the mean and yet let some tokens wait for ever
 so long, for a worker that answers late at random; of a steady one a token never takes longer than alone.
 
-A plan that promises little is tried now and then: what a worker costs is only known while it is used, and one that was
-busy with other things when it was timed last would seem slow for ever.
+A plan that promises little is tried now and then: what a worker costs is only known well while it is used, and one that
+was busy with other things when it was timed last would seem slow for long. What promises nothing is not tried: looks
+(`decide/looks`) keep what is believed of workers from growing old meanwhile.
 """
 
 from __future__ import annotations

@@ -184,6 +184,7 @@ class Coordinator:
             heat=self.dispatch.heat,
             load=self._load,
             round_trips=self.crew.round_trips,
+            has_channel=lambda peer: self.crew.channel(peer) is not None,
             set_routes=self._set_routes,
             changed=lambda on, reason, gain: tell(FanoutChanged(on, reason, round(gain, 3))),
         )
@@ -352,8 +353,8 @@ class Coordinator:
             calm="calm" if enabled else "switched off by fanout.enabled",
         )
 
-    def _set_routes(self, decode: Dealings, prompt: Dealings) -> None:
-        self.dispatch.set_routes(decode, prompt, self._shape.decode_rows_max)
+    def _set_routes(self, decode: Dealings, prompt: Dealings, looks: Dealings) -> None:
+        self.dispatch.set_routes(decode, prompt, self._shape.decode_rows_max, looks)
         self._tell_waiting()
 
     def _tell_waiting(self) -> None:

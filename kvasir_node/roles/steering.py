@@ -7,6 +7,10 @@ from roles/costing.py.
 Planning takes milliseconds, so it runs in a thread, one plan at a time, for the newest scene. What must not wait does
 not: when a peer loses its proof, or nobody waits any more, routes are cut on the spot (`decide/routes`), and a plan
 that was begun with a peer who has lost its proof since is dropped.
+
+While fan-out is off although somebody waits, each plan comes with a look at one of the workers (`decide/looks`): or
+nothing would be learned of them, and what was believed would go on saying no. No look outlives the plan that it came
+with, nor the wish, nor anybody's proof.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.decide.costs import Costs
 from kvasir_node.decide.dealing import Dealings, dealings, fixed, pricing
 from kvasir_node.decide.governor import FORCED, Decision, Governor, GovernorLimits, Situation
+from kvasir_node.decide.looks import Look, next_look
 from kvasir_node.decide.planner import Plan, PlanLimits, plan
 from kvasir_node.decide.prediction import Prediction, Routes, Scene, predict
 from kvasir_node.decide.routes import at_home, without_unproven
@@ -88,6 +93,7 @@ class _Offer:
     prompt_kept_of: Plan | None
     prompt_kept: Prediction | None
     costs: tuple[Costs, Costs]  # of decoding and of prompts
+    look: Look | None  # while off
     took_s: float  # to work it out, processor time
 
 
@@ -98,12 +104,14 @@ class _Question:
     losses: int
     in_force: Plan | None
     prompt_in_force: Plan | None
+    peers_to_look_at: Sequence[PeerId]
 
 
 class Steering:
     """See the module. `proven`, `heat`, `load` and `round_trips` tell how things are now; `heat` is called from a
-    thread. `set_routes` takes what decoding and prompts go by into use, all layers of each, on the loop;
-    `changed` hears whether fan-out is on, why, and the gain predicted."""
+    thread. `has_channel` tells whether a peer has an express channel that is open; nobody else is looked at.
+    `set_routes` takes what decoding and prompts go by, all layers of each, and looks into use, on the loop; `changed`
+    hears whether fan-out is on, why, and the gain predicted."""
 
     def __init__(
         self,
@@ -117,7 +125,8 @@ class Steering:
         heat: Callable[[], Mapping[int, Sequence[float]]],
         load: Callable[[], Load],
         round_trips: Callable[[], Mapping[PeerId, float]],
-        set_routes: Callable[[Dealings, Dealings], None],
+        has_channel: Callable[[PeerId], bool],
+        set_routes: Callable[[Dealings, Dealings, Dealings], None],
         changed: Callable[[bool, str, float], None] = lambda on, reason, gain: None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
         clock: Callable[[], float] = time.monotonic,
@@ -131,6 +140,7 @@ class Steering:
         self._leaves_choice = not forced and not settings.bytes_s
         self._governor = Governor(FORCED if forced else GovernorLimits())
         self._enabled = settings.enabled
+        self._looks_at_workers = not forced
         self._shape = shape
         self._held = held
         self._costing = costing
@@ -139,6 +149,7 @@ class Steering:
         self._heat = heat
         self._load = load
         self._round_trips = round_trips
+        self._has_channel = has_channel
         self._set_routes = set_routes
         self._changed = changed
         self._run_blocking = run_blocking
@@ -149,6 +160,8 @@ class Steering:
         self._prompt: Plan | None = None  # in force; None while off
         self._decode_routes: Routes = {}
         self._prompt_routes: Routes = {}
+        self._looks: Dealings = {}  # in use
+        self._looked_at: PeerId | None = None  # lastly
         self._dealt: tuple[Dealings, Dealings] = ({}, {})  # of these routes
         self._dealt_for: tuple[int, bool] = (1, False)  # lanes, and whether fan-out was on
         self._is_dealt_stale = False  # who is proven or what is held has changed since
@@ -175,6 +188,8 @@ class Steering:
         is_loss, self._is_dealt_stale = not self._known <= known, True
         self._losses += is_loss
         self._known = known
+        if is_loss:
+            self._stop_looking()
         if self._put(self._decode_routes, self._prompt_routes):
             self._is_cut = self.on
         elif is_loss and any(self._dealt):
@@ -189,6 +204,7 @@ class Steering:
             self._was_wanted = wanted
             self._plan_at = -math.inf
             if not wanted:
+                self._stop_looking()
                 self._consider()
         self._wake.set()
 
@@ -275,7 +291,9 @@ class Steering:
             shape.layers, shape.experts, shape.chosen, shape.row_bytes, dict(self._held), tuple(sorted(known)), {}
         )
         rows = max(1, min(load.rows, shape.decode_rows_max))
-        question = _Question(scene, rows, self._losses, self._governor.plan, self._prompt)
+        looks = load.wanted and self._looks_at_workers and self._governor.plan is None
+        peers = [peer for peer in sorted({peer for peer, _ in known}) if self._has_channel(peer)] if looks else []
+        question = _Question(scene, rows, self._losses, self._governor.plan, self._prompt, peers)
         self._plan_at = math.inf  # unless somebody wants another one meanwhile
         self._offer = offer = await self._run_blocking(self._work_out, question)
         is_urgent = bool(known) and load.wanted
@@ -289,8 +307,9 @@ class Steering:
         decode, prompt = self._costing.costs({peer for peer, _ in scene.proven})
         in_force, prompt_in_force = question.in_force, question.prompt_in_force
         prompt_rows = self._shape.prompt_rows
+        offered = plan(scene, decode, question.rows, self._limits)
         return _Offer(
-            plan(scene, decode, question.rows, self._limits),
+            offered,
             plan(scene, prompt, prompt_rows, self._prompt_limits),
             question.losses,
             in_force,
@@ -298,6 +317,15 @@ class Steering:
             prompt_in_force,
             None if prompt_in_force is None else predict(scene, prompt, prompt_rows, 1, prompt_in_force.routes),
             (decode, prompt),
+            next_look(
+                scene,
+                decode,
+                question.rows,
+                question.peers_to_look_at,
+                self._looked_at,
+                step_s=offered.alone.token_s,
+                bytes_s=self._limits.bytes_s,
+            ),
             self._used() - began_s,
         )
 
@@ -316,7 +344,22 @@ class Steering:
         decision = self._governor.consider(
             Situation(load.wanted, load.queued, offer.decode, kept, is_lost, load.calm), self._clock()
         )
+        self._take_look(decision, offer, load)
         self._carry_out(decision, offer)
+
+    def _take_look(self, decision: Decision, offer: _Offer, load: Load) -> None:
+        """Of a new offer, which is dealt out next."""
+        if decision.on or not load.wanted:
+            self._stop_looking()
+        elif offer is not self._carried_out:
+            self._looks = {} if offer.look is None else offer.look.layers
+            self._looked_at = self._looked_at if offer.look is None else offer.look.peer
+
+    def _stop_looking(self) -> None:
+        """At once, whatever is dealt out later."""
+        if self._looks:
+            self._looks = {}
+            self._set_routes(*self._dealt, {})
 
     def _carry_out(self, decision: Decision, offer: _Offer) -> None:
         was_on, self._decision = self.on, decision
@@ -363,7 +406,7 @@ class Steering:
         if self._costs is not None:
             decode, prompt = self._dealt
             self._dealt = self._priced(decode, self._costs[0]), self._priced(prompt, self._costs[1])
-        self._set_routes(*self._dealt)
+        self._set_routes(*self._dealt, self._looks)
 
     def _dealings(self, routes: Routes, lanes: int) -> Dealings:
         """Lanes in each other's way are not what is dealt out here."""

@@ -140,7 +140,6 @@ class Steering:
         self._leaves_choice = not forced and not settings.bytes_s
         self._governor = Governor(FORCED if forced else GovernorLimits())
         self._enabled = settings.enabled
-        self._looks_at_workers = not forced
         self._shape = shape
         self._held = held
         self._costing = costing
@@ -204,7 +203,6 @@ class Steering:
             self._was_wanted = wanted
             self._plan_at = -math.inf
             if not wanted:
-                self._stop_looking()
                 self._consider()
         self._wake.set()
 
@@ -291,7 +289,7 @@ class Steering:
             shape.layers, shape.experts, shape.chosen, shape.row_bytes, dict(self._held), tuple(sorted(known)), {}
         )
         rows = max(1, min(load.rows, shape.decode_rows_max))
-        looks = load.wanted and self._looks_at_workers and self._governor.plan is None
+        looks = load.wanted and self._governor.plan is None
         peers = [peer for peer in sorted({peer for peer, _ in known}) if self._has_channel(peer)] if looks else []
         question = _Question(scene, rows, self._losses, self._governor.plan, self._prompt, peers)
         self._plan_at = math.inf  # unless somebody wants another one meanwhile

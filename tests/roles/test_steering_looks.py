@@ -196,8 +196,9 @@ async def test_nobody_is_looked_at_without_an_express_channel(autojump_clock):
     async with open_world(measures=False, workers={ANN: Worker()}, without_channel=frozenset({ANN})) as world:
         await believe_slow(world)
         world.saturate()
-        await Serving(world).serve(3.0)
-        assert world.looks == {}
+        serving = Serving(world)
+        await serving.serve(3.0)
+        assert (world.looks, serving.looks_made) == ({}, 0)
 
 
 async def test_several_take_turns(autojump_clock):

@@ -13,6 +13,7 @@ AES-256-GCM, not the ChaCha20-Poly1305 of Noise: 32 KiB took 3.7 µs to seal and
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import struct
@@ -26,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvasir_node.base.errors import CallTimeout, KvasirError, Misbehaved, RejectReason, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.decide.spinning import Spinning
 from kvasir_node.net.arrival_stamps import STAMP_ROOM, ask_for_stamps, stamp_age_s
 from kvasir_node.net.raw_link import Buffer, size_of, without
 from kvasir_node.net.rpc_frames import decode_error, encode_error
@@ -82,6 +84,7 @@ class ExpressChannel:
         *,
         body_bytes_max: int,
         clock: Callable[[], float] = time.monotonic,
+        spinning: Spinning | None = None,
     ) -> None:
         """Takes a connected TCP socket over."""
         _prepare(sock)
@@ -102,6 +105,8 @@ class ExpressChannel:
         self._ending = threading.Lock()  # held while the descriptor is shut down or closed
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._polled = select.POLLIN  # what it looks for
+        self._spinning = spinning or Spinning(allowed=not _gives_way())
 
     @property
     def is_closed(self) -> bool:
@@ -177,8 +182,9 @@ class ExpressChannel:
     def receive(self, timeout_s: float) -> tuple[int, memoryview] | None:
         """The call id and body of the next frame; None when none is complete within the time, and nothing is lost.
 
-        It costs two system calls, to wait and to receive, and none when the frame came with the last one. The body is
-        writable and the caller's own; it begins at a multiple of eight. `math.inf` waits for ever.
+        It costs two system calls, to wait and to receive, and none when the frame came with the last one; where frames
+        usually come within a moment, it spins and does not sleep. The body is writable and the caller's own;
+        it begins at a multiple of eight. `math.inf` waits for ever.
         Raises Unreachable at the end, and Misbehaved, closed, for anything the peer did not seal as the next frame.
         """
         self._using.acquire()
@@ -189,11 +195,14 @@ class ExpressChannel:
             self._leave()
 
     def _receive(self, timeout_s: float) -> tuple[int, memoryview] | None:
-        until = self._clock() + timeout_s
+        began_at = self._clock()
+        until = began_at + timeout_s
         while (frame := self._next_frame()) is None:
             if timeout_s > 0 and self._is_drained:  # to ask first takes 1 µs, to find nothing 3
                 left_s = until - self._clock()
-                if left_s <= 0 or not self._ready(select.POLLIN, left_s):
+                is_there = left_s > 0 and (self._spin(left_s) or self._ready(select.POLLIN, left_s))
+                self._spinning.waited(self._clock() - began_at if is_there else timeout_s)
+                if not is_there:
                     return None
             self._make_room()
             if not self._receive_some() and timeout_s <= 0:
@@ -286,9 +295,24 @@ class ExpressChannel:
         self.close(f"{size} bytes did not come back in {timeout_s:.3g} s")
         raise CallTimeout(f"{self.peer} did not send {size} bytes back in {timeout_s:.3g} s")
 
+    def _spin(self, left_s: float) -> bool:
+        """Whether something came, or the end, while it was looked for without sleeping; perhaps for no time at all."""
+        began_at = self._clock()
+        spin_s = min(left_s, self._spinning.spin_s(began_at))
+        if spin_s <= 0:
+            return False
+        began_s, until = time.thread_time(), began_at + spin_s
+        while not (found := self._ready(select.POLLIN, 0.0)) and self._clock() < until:
+            pass
+        ended_at = self._clock()
+        self._spinning.spun(ended_at - began_at, time.thread_time() - began_s, ended_at)
+        return bool(found)
+
     def _ready(self, events: int, timeout_s: float) -> int:
         """Which of the events, or the end, came within the time; 0 for none."""
-        self._poll.modify(self._socket, events)
+        if events != self._polled:
+            self._poll.modify(self._socket, events)
+            self._polled = events
         ready = self._poll.poll(None if timeout_s == math.inf else timeout_s * 1000)
         return ready[0][1] if ready else 0
 
@@ -299,6 +323,11 @@ class ExpressChannel:
     def _broken(self, error: OSError) -> Unreachable:
         self.close(f"the connection broke: {error.strerror or error}")
         return Unreachable(f"the express channel to {self.peer} has ended: {self.end_reason}")
+
+
+def _gives_way() -> bool:
+    """Whether this process was told to give way to others of this machine, as `worker.niceness` does."""
+    return hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) > 0
 
 
 def _prepare(sock: socket.socket) -> None:

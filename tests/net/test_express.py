@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import select
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.errors import CallTimeout, Misbehaved, Overloaded, Unreachable, UsageError
 from kvasir_node.base.ids import PeerId
+from kvasir_node.decide.spinning import Spinning
 from kvasir_node.net.arrival_stamps import stamp_age_s
 from kvasir_node.net.express import (
     ECHO,
@@ -46,10 +49,11 @@ def channel_on(
     is_guest: bool,
     body_bytes_max: int = BODY_MAX,
     clock: Callable[[], float] = time.monotonic,
+    spinning: Spinning | None = None,
 ) -> ExpressChannel:
     sending, receiving = (DirectionKey(bytes([number]) * 32) for number in ((1, 2) if is_guest else (2, 1)))
     peer = PeerId("carl" if is_guest else "ann")
-    return ExpressChannel(sock, peer, sending, receiving, body_bytes_max=body_bytes_max, clock=clock)
+    return ExpressChannel(sock, peer, sending, receiving, body_bytes_max=body_bytes_max, clock=clock, spinning=spinning)
 
 
 @pytest.fixture
@@ -301,6 +305,92 @@ def test_a_receive_that_gets_nothing_takes_its_time_and_costs_nothing(pair):
     assert 0.04 < time.monotonic() - began_at < 5
     inviter.send(1, [b"late"], 1)
     assert guest.receive(5) == (1, b"late")
+
+
+class Spins(Spinning):
+    """Always spins, for so long; keeps what it is told."""
+
+    def __init__(self, spin_s: float) -> None:
+        super().__init__()
+        self._spin_s = spin_s
+        self.waits: list[float] = []
+        self.spins: list[tuple[float, float]] = []
+
+    def spin_s(self, now: float) -> float:
+        return self._spin_s
+
+    def waited(self, took_s: float) -> None:
+        self.waits.append(took_s)
+
+    def spun(self, took_s: float, used_s: float, now: float) -> None:
+        self.spins.append((took_s, used_s))
+
+
+@pytest.mark.parametrize("niceness", [0, 5])
+def test_a_process_that_gives_way_to_others_does_not_spin(niceness):
+    """Its niceness cannot be taken back, so it is a process of its own."""
+    code = f"import os; os.nice({niceness}); from kvasir_node.net.express import _gives_way; print(_gives_way())"
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str(own + niceness > 0)
+
+
+@pytest.fixture
+def spinning():
+    """A channel that spins for half a second, what it told, and the other end."""
+    left, right = socket_pair()
+    told = Spins(0.5)
+    guest, inviter = channel_on(left, is_guest=True, spinning=told), channel_on(right, is_guest=False)
+    yield guest, told, inviter
+    guest.close()
+    inviter.close()
+
+
+def test_what_comes_during_a_spin_is_received_without_sleeping(spinning):
+    guest, told, inviter = spinning
+    sending = threading.Timer(0.05, inviter.send, (7, [b"soon"], 1))
+    sending.start()
+    assert guest.receive(5) == (7, b"soon")
+    sending.join()
+    [(took_s, used_s)] = told.spins
+    assert 0 < used_s <= took_s + 0.01
+    assert told.waits[0] >= took_s > 0.01
+
+
+def test_what_comes_after_the_spin_is_slept_for(spinning):
+    guest, told, inviter = spinning
+    told._spin_s = 0.02
+    sending = threading.Timer(0.1, inviter.send, (7, [b"later"], 1))
+    sending.start()
+    assert guest.receive(5) == (7, b"later")
+    sending.join()
+    assert 0.02 <= told.spins[0][0] < told.waits[0]
+
+
+def test_a_spin_ends_with_the_time_of_its_receive(spinning):
+    guest, told, _ = spinning
+    began_at = time.monotonic()
+    assert guest.receive(0.05) is None
+    assert 0.04 < time.monotonic() - began_at < 0.4
+    assert told.waits == [0.05]
+
+
+def test_the_end_is_seen_by_who_spins(spinning):
+    guest, _, inviter = spinning
+    ending = threading.Timer(0.05, inviter.close)
+    ending.start()
+    with pytest.raises(Unreachable):
+        guest.receive(5)
+    ending.join()
+
+
+def test_who_does_not_wait_does_not_spin(spinning):
+    guest, told, inviter = spinning
+    assert guest.receive_now() is None
+    inviter.send(1, [b"there"], 1)
+    while guest.receive_now() is None:
+        pass
+    assert told.spins == told.waits == []
 
 
 def test_what_comes_too_slowly_is_not_waited_for_beyond_the_time():

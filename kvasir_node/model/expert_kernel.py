@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvasir_node.model.kernels.abi import (
+    ANSWER_NUMBERS,
     EXPERT_COLUMNS,
     EXPERTS_ALL,
     EXPERTS_HIDDEN,
@@ -20,13 +21,16 @@ from kvasir_node.model.kernels.abi import (
     EXPERTS_PREPARE,
     EXPERTS_SUMS,
     STEP,
+    answer_room_bytes,
 )
 from kvasir_node.model.kernels.library import kernels
 from kvasir_node.model.threads import Threads
 
 COLUMNS = len(EXPERT_COLUMNS)
 PART_OUTPUTS_MIN = 64  # of one thread: below, waking it costs more than it computes
+ANSWER_ROOM_BYTES = 1 << 22  # kept between answers; a larger one has a room of its own
 _Numbers = ctypes.c_int64 * len(EXPERTS_NUMBERS)
+_AnswerNumbers = ctypes.c_int64 * len(ANSWER_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,30 @@ class ExpertKernel:
 
             self._threads.each_part(size, STEP, PART_OUTPUTS_MIN, part)
         return 0
+
+
+class AnswerKernel:
+    """Sums of a request's arrays, as they came, as they leave. One thread calls: it keeps room for the next answer."""
+
+    def __init__(self, form: ExpertForm) -> None:
+        self._form = form
+        self._kernel = kernels()[f"answer_{form.kind}"]
+        self._factors = (ctypes.c_float * 2)(form.limit, form.alpha)
+        self._room = torch.empty(ANSWER_ROOM_BYTES, dtype=torch.uint8)
+
+    def compute(
+        self, table: torch.Tensor, arrays: int, rows: int, pairs: int, width: int, is_bf16: bool, target: int
+    ) -> int:
+        """0, or what is wrong, as `kernels.abi` has it; then `target` holds nothing of use.
+
+        table [E, COLUMNS] int64; `arrays`: where weights [P], rows [P], experts [P] and values [R, D] lie, one after
+        the other; `target`: where [R, D] sums go, of the values' kind. Both are addresses, multiples of four.
+        """
+        inner, experts = self._form.inner, table.shape[0]
+        needed = answer_room_bytes(rows, pairs, width, inner, experts)
+        room = self._room if needed <= ANSWER_ROOM_BYTES else torch.empty(needed, dtype=torch.uint8)
+        numbers = _AnswerNumbers(
+            arrays, rows, pairs, width, is_bf16, table.data_ptr(), experts, inner, self._form.form, target,
+            room.data_ptr(),
+        )  # fmt: skip
+        return self._kernel(numbers, self._factors)

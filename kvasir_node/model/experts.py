@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from kvasir_node.base.errors import BugError, DataError, UsageError
 from kvasir_node.base.ids import ExpertId
 from kvasir_node.model.checkpoint import Checkpoint
-from kvasir_node.model.expert_kernel import COLUMNS, ExpertKernel
+from kvasir_node.model.expert_kernel import COLUMNS, AnswerKernel, ExpertKernel
 from kvasir_node.model.expert_parts import ExpertWeights, as_they_lie, decode, lies_ready
 from kvasir_node.model.kernel_weights import addresses, form_of
 from kvasir_node.model.maths import ExpertMaths
@@ -27,25 +27,25 @@ from kvasir_node.model.threads import ONE_THREAD, Threads
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class HeldLayer:
     """What is held of a layer, and where it lies: a table as in `expert_kernel`, of zeros for what is not held."""
 
     experts: Mapping[int, ExpertWeights]
     table: torch.Tensor
 
-    def with_expert(self, index: int, weights: ExpertWeights) -> _Layer:
+    def with_expert(self, index: int, weights: ExpertWeights) -> HeldLayer:
         table = torch.zeros(max(len(self.table), index + 1), COLUMNS, dtype=torch.int64)
         table[: len(self.table)] = self.table
         table[index] = torch.tensor(addresses(weights))
-        return _Layer({**self.experts, index: weights}, table)
+        return HeldLayer({**self.experts, index: weights}, table)
 
-    def without(self, index: int) -> _Layer:
+    def without(self, index: int) -> HeldLayer:
         table = self.table.clone()
         table[index : index + 1] = 0
-        return _Layer({i: weights for i, weights in self.experts.items() if i != index}, table)
+        return HeldLayer({i: weights for i, weights in self.experts.items() if i != index}, table)
 
 
-_NOTHING = _Layer({}, torch.zeros(0, COLUMNS, dtype=torch.int64))
+_NOTHING = HeldLayer({}, torch.zeros(0, COLUMNS, dtype=torch.int64))
 
 
 def stored_dtype(
@@ -98,16 +98,26 @@ class ExpertShard:
                 f"{expert_hidden_size}, cannot be computed on this {self.device.type}; they need a CPU with AVX2 or "
                 'NEON, silu with a gate, and sizes in steps of 32: set coordinator.experts to "stored"'
             )
+        self._form = form
         self._kernel = None if form is None else ExpertKernel(form, threads)
+        self._computes_alone = threads.count == 1
         self._bias_dtype = self.stored if form is None else torch.float32
         self._writing = threading.Lock()
         # Replaced as a whole by writers, so that a computing thread keeps the layer it started with.
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, HeldLayer] = {}
 
     @property
     def has_kernel(self) -> bool:
         """Whether a kernel computes, from float32 rows, and not torch."""
         return self._kernel is not None
+
+    def answer_kernel(self) -> AnswerKernel | None:
+        """For a thread of its own, to be used with `held_of`; None where torch computes, or several threads do."""
+        return AnswerKernel(self._form) if self._form is not None and self._computes_alone else None
+
+    def held_of(self, layer: int) -> HeldLayer:
+        """What is held of a layer now; it stays in memory as long as somebody has this."""
+        return self._layers.get(layer, _NOTHING)
 
     def add(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the parts of an expert as its checkpoint stores them; they are decoded or copied.

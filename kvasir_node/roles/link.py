@@ -29,11 +29,11 @@ from kvasir_node.base.errors import (
 from kvasir_node.base.ids import ModelId, PeerId
 from kvasir_node.decide.placement import Assignment, StandingTold
 from kvasir_node.model.experts import ExpertShard
-from kvasir_node.model.worker_frames import WorkerFrames
+from kvasir_node.model.worker_frames import WholeAnswers, WorkerFrames
 from kvasir_node.net.rpc import CallStream
 from kvasir_node.net.transport import Transport
 from kvasir_node.roles.download import RunBlocking
-from kvasir_node.roles.express_calls import ExpressCalls
+from kvasir_node.roles.express_calls import Answer, ExpressCalls
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, Attachment, ExpertsMethod, Standing
 from kvasir_node.wire.tensors import ExpertRequest
 
@@ -278,15 +278,22 @@ class Link:
             logger.info("coordinator %s offers no express channel: %s", self.coordinator, error)
             return False
         logger.info("coordinator %s is served over an express channel", self.coordinator)
-        self._express = ExpressCalls(channel, self._answer_express, self._answer_delay_s)
+        self._express = ExpressCalls(channel, self._express_answer(), self._answer_delay_s)
         try:
             await self._express.run(self._computed)
         finally:
             self._express = None
         return True
 
-    def _answer_express(self, body: memoryview) -> tuple[int, Sequence[bytes | memoryview]]:
-        """In the channel's thread: which of a worker's coordinators is computed for first is the system's to say."""
+    def _express_answer(self) -> Answer:
+        """For a channel's thread: which of a worker's coordinators is computed for first is the system's to say."""
+        kernel = self._shard.answer_kernel() if self._compute is compute_here else None
+        if kernel is None:
+            return self._answer_in_parts
+        whole = WholeAnswers(self._shard, kernel)
+        return lambda body: whole.answer(body) or self._answer_in_parts(body)
+
+    def _answer_in_parts(self, body: memoryview) -> tuple[int, Sequence[bytes | memoryview]]:
         request = self._read(body)
         sums, computed_s = self._timed(request)
         return request.rows.shape[0], self._frames.answer(sums, request.encoding, computed_s)

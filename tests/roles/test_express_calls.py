@@ -232,7 +232,7 @@ async def test_a_drain_waits_for_what_is_computed_and_for_what_came_behind_it(tm
 
 async def test_a_call_without_rows_is_answered_and_not_counted(tmp_path):
     async with ends_with(tmp_path) as ends:
-        ends.link._answer_express = lambda body: (0, (b"here",))  # pyright: ignore[reportAttributeAccessIssue]
+        ends.link._express_answer = lambda: lambda body: (0, (b"here",))  # pyright: ignore[reportAttributeAccessIssue]
         await ends.attached()
         assert await ends.coordinator.ask() == b"here"
     assert ends.rows == []

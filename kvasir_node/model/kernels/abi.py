@@ -123,8 +123,25 @@ WIDEN_BAD_PAIR, WIDEN_BAD_WEIGHT, WIDEN_BAD_ROW = 1, 2, 3
 
 NARROW_NUMBERS = ("sums", "count", "target")
 
+# answer_KIND: widen, experts_KIND and, where they leave as bfloat16, narrow: a request's arrays in, an answer's values
+# out. Returns what widen does, or that an expert is not in the table.
+
+ANSWER_NUMBERS = (
+    *("arrays", "row_count", "pairs", "width", "is_bf16"),  # as for widen
+    *("table", "experts", "inner", "form"),  # as for experts_KIND
+    *("target", "room"),  # [R, D] of what the rows came as; `answer_room_bytes`, at a multiple of eight
+)
+ANSWER_FACTORS = EXPERTS_FACTORS
+ANSWER_ABSENT = 4
+
+
+def answer_room_bytes(rows: int, pairs: int, width: int, inner: int, experts: int) -> int:
+    numbers = len(WIDEN_NUMBERS) + len(EXPERTS_NUMBERS)
+    return 8 * (numbers + 7 * pairs + experts + 1) + 4 * (3 * rows * width + 2 * pairs * inner)
+
+
 KERNELS = (
-    *(f"experts_{kind}" for kind in KINDS),
+    *(f"{name}_{kind}" for name in ("experts", "answer") for kind in KINDS),
     *(f"{name}_{kind}" for name in ("block", "linear") for kind in KINDS[:2]),
     *("split", "join", "widen", "narrow"),
 )

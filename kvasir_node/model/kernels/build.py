@@ -16,6 +16,8 @@ import numba
 from numba import types
 
 from kvasir_node.model.kernels.abi import (
+    ANSWER_FACTORS,
+    ANSWER_NUMBERS,
     BLOCK_FACTORS,
     BLOCK_NUMBERS,
     EXPERTS_FACTORS,
@@ -28,6 +30,7 @@ from kvasir_node.model.kernels.abi import (
     SPLIT_NUMBERS,
     WIDEN_NUMBERS,
 )
+from kvasir_node.model.kernels.answer_code import answer
 from kvasir_node.model.kernels.block_code import block, linear
 from kvasir_node.model.kernels.expert_code import experts
 from kvasir_node.model.kernels.frame_code import narrow, widen
@@ -37,6 +40,7 @@ from kvasir_node.model.kernels.split_code import join, split
 _SIGNATURE = types.int64(types.CPointer(types.int64), types.CPointer(types.float32))
 _FAMILIES: dict[str, tuple[tuple[Any, ...], int, int]] = {
     "experts": (experts, len(EXPERTS_NUMBERS), len(EXPERTS_FACTORS)),
+    "answer": (answer, len(ANSWER_NUMBERS), len(ANSWER_FACTORS)),
     "block": (block, len(BLOCK_NUMBERS), len(BLOCK_FACTORS)),
     "linear": (linear, len(LINEAR_NUMBERS), len(LINEAR_FACTORS)),
     "split": ((split,), len(SPLIT_NUMBERS), 0),

@@ -27,7 +27,16 @@ from kvasir_node.model.kernels.abi import KERNELS
 logger = logging.getLogger(__name__)
 
 CODE_FILE = Path(__file__).with_name("kernels.ll.xz")
-SOURCES = ("abi.py", "vector_code.py", "expert_code.py", "block_code.py", "split_code.py", "frame_code.py", "build.py")
+SOURCES = (
+    "abi.py",
+    "vector_code.py",
+    "expert_code.py",
+    "block_code.py",
+    "split_code.py",
+    "frame_code.py",
+    "answer_code.py",
+    "build.py",
+)
 """What CODE_FILE is made from, by `build`."""
 
 _NEEDED = {"x86_64": ("avx2", "fma"), "aarch64": ("neon",), "arm64": ("neon",)}  # else sums would be calls into libm
@@ -61,6 +70,11 @@ def kernels() -> Mapping[str, Kernel]:
     """By the names of `abi.KERNELS`; any thread may call them, and they run without the GIL. Empty unless `is_able`."""
     with _loading:
         return _loaded()
+
+
+def address_of(buffer: bytearray | memoryview, offset: int = 0) -> int:
+    """Where a writable buffer, or its byte at `offset`, lies; good as long as the buffer lives and keeps its size."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
 
 
 _loading = threading.Lock()

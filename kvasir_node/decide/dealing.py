@@ -8,6 +8,10 @@ time. The kernel of `model/pair_split` does this while it cuts a layer's pairs; 
 For an expert that c rows want, machine m takes expert_s[m] + pair_s[m]·c more. Those that only one may compute are
 dealt first, then those wanted most, each to who would be done with it first (longest processing time first, Graham
 1969).
+
+Prices are as `decide/prediction` has times, but for two things. A worker begins while we are still sending to the
+others, and to it. And what is in doubt about the only worker is no reason to give it less: a layer waits for the later
+of two, whoever it is, so both should be done at the same time in the mean; it is the last of many that is late.
 """
 
 from __future__ import annotations
@@ -23,8 +27,11 @@ from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Routes, cautio
 ABLE_MAX = 4  # machines among which an expert is dealt; more would hardly balance better
 
 
-Price = Callable[[PeerId | None, float], tuple[float, float, float]]
-"""A machine's three prices, None = here, for one that should get about such a share of a layer's pairs."""
+SENDING = 0.25  # of our own time of a call, before we begin to compute: the rest is before it leaves, and after
+
+Price = Callable[[PeerId | None, float, int], tuple[float, float, float]]
+"""A machine's three prices, None = here, for one that should get about such a share of a layer's pairs, in a layer that
+so many workers share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,10 @@ class Dealing:
         """The same with other prices."""
         planned = Counter(machines[0] for machines in self.able)
         who: tuple[PeerId | None, ...] = (None, *self.peers)
-        columns = zip(*(price(peer, planned[each] / len(self.able)) for each, peer in enumerate(who)), strict=True)
+        columns = zip(
+            *(price(peer, planned[each] / len(self.able), len(self.peers)) for each, peer in enumerate(who)),
+            strict=True,
+        )
         return replace(self, prices=Prices(*map(tuple, columns)))
 
     @property
@@ -114,12 +124,13 @@ def pricing(costs: Costs, chosen: int, row_bytes: float) -> Price:
     """A machine's prices, as `decide/prediction` has them, but that a pair brings the part of a row that it does on
     average with such a share: which rows travel anyhow is not known before all is dealt. `row_bytes`: one way."""
 
-    def price(peer: PeerId | None, share: float) -> tuple[float, float, float]:
+    def price(peer: PeerId | None, share: float, workers: int) -> tuple[float, float, float]:
         worker = None if peer is None else costs.workers.get(peer)
         if worker is None:
             own = costs.own
-            return own.layer_s, own.expert_s, own.pair_s
-        more, link_more = caution(worker.doubt), caution(worker.link_doubt)
+            return own.layer_s + SENDING * own.call_s * workers, own.expert_s, own.pair_s
+        others = 1.0 - 1.0 / workers
+        more, link_more = caution(others * worker.doubt), caution(others * worker.link_doubt)
         both_ways_s = worker.sent_byte_s + worker.received_byte_s
         fixed_s = more * worker.call_s + link_more * (worker.rtt_s + CALL_BYTES / 2 * both_ways_s)
         rows_of_pair = share_of_rows(share, chosen) / (chosen * share) if share > 0.0 else 1.0

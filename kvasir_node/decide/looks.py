@@ -1,9 +1,11 @@
-"""Looks: now and then one layer of one forward is split while fan-out is off, so that it is known what calls cost now.
+"""Looks: now and then a forward is split while fan-out is off, so that it is known what calls cost now.
 
 It does not know rows, clocks or who deserves load. While fan-out is off nothing is sent to workers, and what is
 believed of them stays what it was when they were timed last: perhaps in a trial, while they still loaded. The governor
 would say no for minutes because of that. A look is split as if something had to be shared, with one worker at a time:
-who seems slow beside others would get nothing otherwise, and seem slow for ever.
+who seems slow beside others would get nothing otherwise, and seem slow for ever. It goes on through all layers, as the
+first calls cost up to three times what the next ones do (whoever was not called lately sleeps, and caches are cold),
+but ends with the layer in which it has become dear: where workers are far, with the first.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from kvasir_node.decide.planner import shared_anyway
 from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Scene
 from kvasir_node.decide.routes import Row
 
-LOOK_RESTS = 100.0  # times as long as a look cost more than computing that layer alone, nobody is looked at
-LOOK_PAUSE_S = 0.05  # at least: one that cost nothing tells no more when it is repeated at once
+LOOK_RESTS = 100.0  # times as long as a look cost more than computing its layers alone, nobody is looked at
+LOOK_PAUSE_S = 0.25  # at least: one that cost nothing tells no more when it is repeated at once
+LOOK_LOSS_S = 0.01  # a look that has cost so much more ends
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class LookPace:
         return True
 
     def took(self, more_s: float, now: float) -> None:
-        """A look has ended, and took so many seconds longer than computing its layer alone; less than 0 if shorter."""
+        """A look has taken so many seconds longer than computing its layers alone; less than 0 if shorter."""
         self._rests_until = max(self._rests_until, now + LOOK_RESTS * more_s)
 
 
@@ -75,7 +78,7 @@ def next_look(
     shared = shared_anyway(alone, costs, rows)
     routes = {layer: row for layer, row in shared.routes.items() if any(row)}
     many = max(1, len(routes))
-    if bytes_s and shared.predicted.bytes_s * shared.predicted.token_s / many > bytes_s * LOOK_PAUSE_S:
+    if bytes_s and shared.predicted.bytes_s * shared.predicted.token_s > bytes_s * LOOK_PAUSE_S:
         return Look(peer, {})
     if (shared.predicted.token_s - shared.alone.token_s) / many > step_s:
         routes = {layer: _hottest(row, scene.heat.get(layer, ())) for layer, row in routes.items()}

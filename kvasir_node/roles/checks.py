@@ -54,6 +54,10 @@ class AnswerChecks:
         """
         call.check = self._draw(call)
 
+    def compares(self, call: RemoteCall) -> bool:
+        """Whether something of a call's answer is compared before it is used, as far as that is known."""
+        return self.verifies_all or call.check is None or call.check[1] is not None
+
     def judge(self, call: RemoteCall, sums: torch.Tensor, twin_sums: torch.Tensor | None = None) -> Verdict:
         """`sums` and those of the call's twin are finite and of the right shape."""
         if twin_sums is not None and agrees(sums.float(), twin_sums.float(), call.encoding):

@@ -304,7 +304,7 @@ class Crew:
         # A late answer is measured too: that is how the deadline grows for a worker that is merely slower now.
         self.took(call)
         if call.is_sample and self._observer is not None:
-            sent_bytes = REQUEST_BYTES + call.part.body.shape[0]
+            sent_bytes = REQUEST_BYTES + len(call.part.body)
             measured = (call.peer, call.part.activated, call.pairs, sent_bytes, len(result), call.took_s)
             self._observer.call_measured(CallMeasured(*measured, _computed_s(result)))
 

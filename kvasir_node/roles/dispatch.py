@@ -39,7 +39,7 @@ from kvasir_node.roles.heat import HEAT_EVERY, Heat
 from kvasir_node.roles.measured import LayerMeasured, Observer
 from kvasir_node.roles.own_experts import OwnExperts
 from kvasir_node.roles.remote_call import Crew, RemoteCall, Result, Served
-from kvasir_node.wire.tensors import PAIRS_MAX, REQUEST_BYTES, ROWS_MAX, Encoding, read_answer
+from kvasir_node.wire.tensors import PAIRS_MAX, REQUEST_BYTES, ROWS_MAX, Encoding, answer_values, read_answer
 
 TIMING_RESTS = 50.0  # times as long as finding out how far a peer is took, nobody else's way is looked at
 LONG_FORWARD_S = 0.1  # after one that took longer every call is measured, not only those of one layer
@@ -141,8 +141,8 @@ class FanoutDispatch:
     def set_routes(
         self, decode: Dealings, prompt: Dealings, decode_rows_max: int, looks: Dealings | None = None
     ) -> None:
-        """What forwards of up to so many rows follow from their next layer on, and what larger ones do. `looks`: how a
-        layer of decoding that has no route may be split now and then, to see what that takes."""
+        """What forwards of up to so many rows follow from their next layer on, and what larger ones do. `looks`: how
+        layers of decoding that have no route may be split now and then, to see what that takes."""
         old = self._common.routes
         self._common.routes = RoutesInForce(
             laid_out(decode, old.decode),
@@ -218,8 +218,8 @@ class FanoutDispatch:
         routes = self._common.routes
         is_decode = forward.rows <= routes.decode_rows_max
         route = (routes.decode if is_decode else routes.prompt).get(layer)
-        look = routes.looks.get(layer) if is_decode and route is None and layer == forward.sampled else None
-        if look is not None and forward.patience_s > 0 and self._common.look_pace.take(time.monotonic()):
+        look = routes.looks.get(layer) if is_decode and route is None else None
+        if look is not None and forward.patience_s > 0 and forward.may_look(self._common.look_pace):
             total = self._look(look, layer, rows, chosen, weights)
         elif route is None or forward.patience_s <= 0:
             total = self._compute_all(layer, rows, chosen, weights)
@@ -294,12 +294,13 @@ class FanoutDispatch:
         self, look: DealTable, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """A split like any other, at a loss perhaps: after it nobody is looked at for so long that it hardly counts."""
-        began, alone_s = time.monotonic(), chosen.numel() * self._common.times.pair_s
+        forward, began, alone_s = self._forward, time.monotonic(), chosen.numel() * self._common.times.pair_s
         try:
             return self._split(look, layer, rows, chosen, weights)
         finally:
             ended = time.monotonic()
-            self._common.look_pace.took(ended - began - alone_s, ended)
+            forward.look_more_s = (forward.look_more_s or 0.0) + ended - began - alone_s
+            self._common.look_pace.took(forward.look_more_s, ended)
 
     def _prepare_checks(self, calls: Sequence[RemoteCall], twins: Sequence[RemoteCall | None]) -> None:
         """What is compared is computed while the answers are under way.
@@ -327,12 +328,13 @@ class FanoutDispatch:
 
     def _limits_of(self, peer: PeerId, part: Part) -> CallLimits | None:
         """How long a call to an available peer may take; None when it should not or cannot be made."""
-        if part.pairs > PAIRS_MAX or part.rows > ROWS_MAX or part.body.shape[0] + REQUEST_BYTES > self._body_bytes_max:
+        if part.pairs > PAIRS_MAX or part.rows > ROWS_MAX or len(part.body) + REQUEST_BYTES > self._body_bytes_max:
             return None
         return self._crew.limits_of(peer, part.pairs, part.pairs * self._common.times.pair_s)
 
     def _new_call(self, peer: PeerId, layer: int, hidden_size: int, part: Part, limits: CallLimits) -> RemoteCall:
-        is_sample = self._is_long or layer == self._forward.sampled
+        forward = self._forward
+        is_sample = self._is_long or layer == forward.sampled or forward.look_more_s is not None
         return RemoteCall(peer, layer, part, hidden_size, self._encoding, limits, next(self._common.numbers), is_sample)
 
     def _twin_of(self, call: RemoteCall) -> RemoteCall | None:
@@ -470,6 +472,19 @@ class FanoutDispatch:
                 self._forward.note(twin, None)
         else:
             self._reject(call, Misbehaved(RejectReason.BAD_RESULT, "an answer holds NaN or infinity"), totals)
+
+    def _take_unread(self, call: RemoteCall, result: memoryview, totals: torch.Tensor) -> bool:
+        """Adds the sums of an answer of which nothing is compared, out of its frame. Whether it could: not what came as
+        int8, nor what cannot be added up. Raises Misbehaved."""
+        if call.encoding is Encoding.INT8 or result.readonly:
+            return False
+        values = answer_values(result, rows=call.part.rows, hidden_size=call.hidden_size, encoding=call.encoding)
+        dtype = torch.bfloat16 if call.encoding is Encoding.BFLOAT16 else torch.float32
+        if not self._splitter.join_values(values, dtype, call.part, totals, self._forward.remote_counts()):
+            return False
+        self._counted.remote += call.pairs
+        self._forward.note(call, result)
+        return True
 
     def _read(self, call: RemoteCall, answer: memoryview) -> torch.Tensor:
         """Whether its values are finite is seen when they are compared, or added up."""

@@ -5,6 +5,7 @@ It does not know how anything is computed. One thread has it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from kvasir_node.decide.dealing import Dealings
+from kvasir_node.decide.looks import LOOK_LOSS_S, LookPace
 from kvasir_node.model.pair_split import DealTable
 from kvasir_node.model.trunk import RowTally
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LayerMeasured
@@ -38,8 +40,8 @@ class PairCounters:
 
 @dataclass(frozen=True, slots=True)
 class RoutesInForce:
-    """By layer; replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it. `looks`: how a
-    layer that decoding has no route for may be split now and then (`decide/looks`)."""
+    """By layer; replaced as a whole. A forward of more than `decode_rows_max` rows has a prompt in it. `looks`: how
+    layers that decoding has no route for may be split now and then (`decide/looks`)."""
 
     decode: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
     prompt: Mapping[int, DealTable] = field(default_factory=dict[int, DealTable])
@@ -71,6 +73,13 @@ class Forward:
     chosen: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # of the layers that are counted for heat
     chosen_layers: list[int] = field(default_factory=list[int])
     served: Served = field(default_factory=Served)
+    look_more_s: float | None = None  # what its look took longer than alone; None = not decided, infinite = it has none
+
+    def may_look(self, pace: LookPace) -> bool:
+        """Whether this forward looks, which the first of its layers decides, and has not become too dear."""
+        if self.look_more_s is None:
+            self.look_more_s = 0.0 if pace.take(time.monotonic()) else math.inf
+        return self.look_more_s < LOOK_LOSS_S
 
     def remote_counts(self) -> torch.Tensor:
         if self.remote is None:
@@ -103,7 +112,7 @@ class Forward:
                     peer=call.peer,
                     activated=call.part.activated,
                     pairs=call.pairs,
-                    sent_bytes=REQUEST_BYTES + call.part.body.shape[0],
+                    sent_bytes=REQUEST_BYTES + len(call.part.body),
                     received_bytes=len(answer),
                     took_s=call.took_s if call.is_timed else computed_s,  # or it says nothing of the way
                     computed_s=computed_s or None,

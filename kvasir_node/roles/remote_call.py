@@ -90,7 +90,7 @@ class RemoteCall:
     def request(self) -> ExpertRequest:
         """Views of the part."""
         if self._request is None:
-            pairs, body = self.part.pairs, self.part.body
+            pairs, body = self.part.pairs, torch.frombuffer(self.part.body, dtype=torch.uint8)
             dtype = torch.bfloat16 if self.encoding is Encoding.BFLOAT16 else torch.float32
             self._request = ExpertRequest(
                 layer=self.layer,
@@ -105,7 +105,7 @@ class RemoteCall:
         if self.encoding is Encoding.INT8:
             return request_parts(self.request, self.encoding)
         header = request_header(self.encoding, self.layer, self.part.rows, self.part.pairs, self.hidden_size)
-        return [header, self.part.body.numpy().data]
+        return [header, self.part.body]
 
     def deliver(self, result: Result, took_s: float | None = None) -> None:
         """The answer, or why there is none; what comes second is dropped. `took_s` since it was sent, if it is known

@@ -187,15 +187,24 @@ def read_answer(
     them up unless `looks_at_values`.
     """
     encoding = dtype if isinstance(dtype, Encoding) else Encoding.of(dtype)
+    answer_values(body, rows=rows, hidden_size=hidden_size, encoding=encoding)
+    if not looks_at_values and encoding is not Encoding.INT8:
+        return _view(body, _STORED[encoding], _ANSWER.size, rows * hidden_size).view(rows, hidden_size)
+    return _read_values(body, _ANSWER.size, encoding, rows, hidden_size, RejectReason.BAD_RESULT)
+
+
+def answer_values(body: memoryview, *, rows: int, hidden_size: int, encoding: Encoding) -> memoryview:
+    """Partial sums [R,D] of an answer as they lie in it, unchecked.
+
+    Raises Misbehaved when their shape or encoding are not as asked.
+    """
     expected = _ANSWER.size + encoding.values_bytes(rows, hidden_size)
     if len(body) != expected:
         raise _bad(f"an answer of {len(body)} bytes; expected {expected}")
     header = _ANSWER.unpack_from(body)[:-1]
     if header != (_ANSWER_MAGIC, encoding, 0, rows, hidden_size):
         raise _bad(f"an answer with header {header}; expected {rows} rows of {hidden_size} in {encoding.name.lower()}")
-    if not looks_at_values and encoding is not Encoding.INT8:
-        return _view(body, _STORED[encoding], _ANSWER.size, rows * hidden_size).view(rows, hidden_size)
-    return _read_values(body, _ANSWER.size, encoding, rows, hidden_size, RejectReason.BAD_RESULT)
+    return body[_ANSWER.size :]
 
 
 def computed_s_of(body: memoryview) -> float:

@@ -126,7 +126,7 @@ def test_of_who_seems_so_slow_that_a_token_would_wait_for_another_step_only_one_
 
 def test_looks_keep_the_limit_of_bytes():
     the_scene, the_costs = scene(8, 32, 4, 1), costs(S_LIKE, like(S_LIKE))
-    row_and_pair_bytes = ROWS * (2 * the_scene.row_bytes + 64)
+    row_and_pair_bytes = 8 * ROWS * (2 * the_scene.row_bytes + 64)
     assert look_at(the_scene, the_costs, (ANN,), bytes_s=row_and_pair_bytes / LOOK_PAUSE_S).layers
     assert look_at(the_scene, the_costs, (ANN,), bytes_s=1000.0) == Look(ANN, {})
 

@@ -32,6 +32,19 @@ def splitter_of(way: str, dtype: torch.dtype) -> PairSplitter:
     return splitter
 
 
+def numbers_of(numbers: Sequence[int]) -> memoryview:
+    return torch.tensor(numbers).numpy().data
+
+
+def join(how: str, splitter: PairSplitter, sums: torch.Tensor, part: Part, totals: torch.Tensor, done) -> bool:
+    """As a tensor, or out of a frame."""
+    if how == "tensor":
+        return splitter.join(sums, part, totals, done)
+    frame = memoryview(bytearray(4 + sums.numel() * sums.element_size()))
+    frame[4:] = sums.contiguous().view(torch.uint8).numpy().tobytes()
+    return splitter.join_values(frame[4:], sums.dtype, part, totals, done)
+
+
 def table_of(where: Sequence[int]) -> DealTable:
     """Of four machines; no choice."""
     return DealTable(Dealing(PEERS, tuple((machine,) for machine in where), Prices(*[(0.0,) * 4] * 3)))
@@ -39,7 +52,7 @@ def table_of(where: Sequence[int]) -> DealTable:
 
 def arrays_of(part: Part, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """weights, rows, experts, values, read back out of the body."""
-    pairs, body = part.pairs, part.body.clone()
+    pairs, body = part.pairs, torch.frombuffer(bytearray(part.body), dtype=torch.uint8)
     values = body[12 * pairs :].view(dtype).view(part.rows, WIDTH)
     return body[: 4 * pairs].view(torch.float32), *body[4 * pairs : 12 * pairs].view(torch.int32).view(2, pairs), values
 
@@ -109,12 +122,13 @@ def test_experts_are_dealt_out_as_the_plain_function_says(way, seed, count, able
     assert len(where) == sum(1 for each in pairs if each)
 
 
+@pytest.mark.parametrize("how", ["tensor", "frame"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_added_to_their_rows_and_their_pairs_counted(way, dtype):
-    part = Part(1, 5, 2, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3, 2, 3]), 0, 2)
+def test_sums_are_added_to_their_rows_and_their_pairs_counted(way, how, dtype):
+    part = Part(1, 5, 2, 2, memoryview(bytearray()), numbers_of([0, 3, 2, 3]), 0, 2)
     sums = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
     totals, done = torch.ones(4, WIDTH), torch.tensor([7, 0, 0, 1])
-    assert splitter_of(way, dtype).join(sums, part, totals, done)
+    assert join(how, splitter_of(way, dtype), sums, part, totals, done)
     expected = torch.ones(4, WIDTH)
     expected[0] += sums[0].float()
     expected[3] += sums[1].float()
@@ -122,23 +136,77 @@ def test_sums_are_added_to_their_rows_and_their_pairs_counted(way, dtype):
     assert done.tolist() == [9, 0, 0, 4]
 
 
+@pytest.mark.parametrize("how", ["tensor", "frame"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2 * WIDTH - 1])
-def test_nothing_is_added_when_one_sum_is_not_finite(way, dtype, bad, place):
-    part = Part(1, 5, 2, 2, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 3, 2, 3]), 0, 2)
+def test_nothing_is_added_when_one_sum_is_not_finite(way, how, dtype, bad, place):
+    part = Part(1, 5, 2, 2, memoryview(bytearray()), numbers_of([0, 3, 2, 3]), 0, 2)
     sums = torch.ones(2, WIDTH)
     sums.view(-1)[place] = bad
     totals, done = torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64)
-    assert not splitter_of(way, dtype).join(sums.to(dtype), part, totals, done)
+    assert not join(how, splitter_of(way, dtype), sums.to(dtype), part, totals, done)
     assert torch.equal(totals, torch.ones(4, WIDTH))
     assert done.tolist() == [0] * 4
 
 
+@pytest.mark.parametrize("how", ["tensor", "frame"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_finite_values_are_finite(way, dtype):
-    part = Part(1, 1, 1, 1, torch.empty(0, dtype=torch.uint8), torch.tensor([0, 1]), 0, 1)
+def test_the_largest_finite_values_are_finite(way, how, dtype):
+    part = Part(1, 1, 1, 1, memoryview(bytearray()), numbers_of([0, 1]), 0, 1)
     largest = torch.full((1, WIDTH), torch.finfo(dtype).max, dtype=dtype)
     totals = torch.zeros(1, WIDTH)
-    assert splitter_of(way, dtype).join(largest, part, totals, torch.zeros(1, dtype=torch.int64))
+    assert join(how, splitter_of(way, dtype), largest, part, totals, torch.zeros(1, dtype=torch.int64))
     assert torch.equal(totals, largest.float())
+
+
+def layer_of(seed: int, rows: int, rows_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=draw)[:3] for _ in range(rows)])
+    return [torch.randn(rows, WIDTH, generator=draw).to(rows_dtype), chosen, torch.rand(rows, 3, generator=draw)]
+
+
+def assert_alike(found, expected, dtype: torch.dtype) -> None:
+    for name in ("own_rows", "own_experts", "own_weights"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert found.activated == expected.activated
+    for ours, theirs in zip(found.parts, expected.parts, strict=True):
+        assert torch.equal(ours.used, theirs.used)
+        assert torch.equal(ours.row_pairs, theirs.row_pairs)
+        for one, other in zip(arrays_of(ours, dtype), arrays_of(theirs, dtype), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("travels_as", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
+def test_what_the_same_tensors_hold_by_now_is_split_whoever_had_them_copied(way, rows_dtype, travels_as):
+    """A forward has one set of tensors for all of its layers."""
+    splitter, table, allowed = splitter_of(way, travels_as), table_of([0, 1, 2, 3] * 3), [True] * 4
+    given = layer_of(0, 6, rows_dtype)
+    for seed in range(4):
+        for tensor, new in zip(given, layer_of(seed, 6, rows_dtype), strict=True):
+            tensor.copy_(new)
+        expected = splitter_of("torch", travels_as).split(table, allowed, *given)
+        assert_alike(splitter.split(table, allowed, *given), expected, travels_as)
+
+
+def test_forwards_of_all_sizes_take_turns(way):
+    splitter, allowed = splitter_of(way, torch.float32), [True] * 4
+    for seed, rows in enumerate([1, 7, 2, 40, 7, 1, 40]):
+        table, given = table_of([(seed * each) % 4 for each in range(EXPERTS)]), layer_of(seed, rows)
+        expected = splitter_of("torch", torch.float32).split(table, allowed, *given)
+        assert_alike(splitter.split(table, allowed, *given), expected, torch.float32)
+
+
+def test_a_part_outlives_the_splits_after_it(way):
+    """Its answer may come, or be computed here, after other layers."""
+    splitter, table, allowed = splitter_of(way, torch.float32), table_of([0, 1, 2, 3] * 3), [True] * 4
+    given = layer_of(1, 6)
+    first = splitter.split(table, allowed, *given).parts
+    kept = [(part.used.clone(), part.row_pairs.clone(), bytes(part.body)) for part in first]
+    for seed in range(2, 5):
+        splitter.split(table, allowed, *layer_of(seed, 6))
+    for part, (used, row_pairs, body) in zip(first, kept, strict=True):
+        assert torch.equal(part.used, used)
+        assert torch.equal(part.row_pairs, row_pairs)
+        assert bytes(part.body) == body

@@ -1,4 +1,4 @@
-"""Looks, as the dispatch makes them: one layer of a decode forward now and then, of which no token depends."""
+"""Looks, as the dispatch makes them: a decode forward now and then, of which no token depends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fanout_fakes import (
 
 from kvasir_node.base.errors import Unreachable
 from kvasir_node.decide.dealing import Dealings, fixed
-from kvasir_node.decide.looks import LOOK_RESTS, LookPace
+from kvasir_node.decide.looks import LOOK_LOSS_S, LOOK_RESTS, LookPace
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.roles.dispatch import FanoutDispatch
 from kvasir_node.roles.measured import CallMeasured, ForwardMeasured, LinkMeasured
@@ -81,20 +81,29 @@ def forward(dispatch: FanoutDispatch, seed: int = 0, count: int = SLOTS) -> list
     return sums
 
 
-def test_one_layer_of_a_forward_is_looked_at_another_one_each_time_and_what_it_took_is_told(own):
+def test_all_layers_of_a_forward_are_looked_at_and_what_each_took_is_told(own):
     crew, heard = honest(own), Heard()
     dispatch = make_dispatch(own, crew, observer=heard)
     look_with(dispatch, LOOKS)
-    for seed in range(6):
+    for seed in range(3):
         rest(dispatch)
         forward(dispatch, seed)
-    assert [call.layer for call in crew.calls] == [1, 2, 0, 1, 2, 0]
+    assert [call.layer for call in crew.calls] == [0, 1, 2] * 3
     assert all(call.is_sample for call in crew.calls)
-    assert [len(served.experts) for served in crew.heard] == [1] * 6
-    for told, call in zip(heard.forwards, crew.calls, strict=True):
+    assert [len(served.experts) for served in crew.heard] == [3] * 3
+    for number, told in enumerate(heard.forwards):
         assert told.own_call_s is not None
         assert told.layer is not None
-        assert told.layer.pairs == 2 * SLOTS - call.pairs
+        sampled = crew.calls[3 * number + (1 + number) % 3]
+        assert told.layer.pairs == 2 * SLOTS - sampled.pairs
+
+
+def test_a_look_that_has_become_dear_ends_and_the_layers_after_it_are_computed_here(own):
+    crew = FakeCrew({ANN: lambda call: None}, deadline_s=2 * LOOK_LOSS_S)
+    dispatch = make_dispatch(own, crew)
+    look_with(dispatch, LOOKS)
+    forward(dispatch)
+    assert [call.layer for call in crew.calls] == [0]
 
 
 def test_between_two_looks_all_is_computed_here(own):
@@ -105,8 +114,8 @@ def test_between_two_looks_all_is_computed_here(own):
     dispatch._common.look_pace.took(10.0, time.monotonic())
     for _ in range(6):
         forward(dispatch)
-    assert len(crew.calls) == 1
-    assert dispatch.counters.remote == crew.calls[0].pairs
+    assert len(crew.calls) == 3
+    assert dispatch.counters.remote == sum(call.pairs for call in crew.calls)
 
 
 def test_what_a_look_took_longer_than_alone_is_what_it_rests_for(own, truth):
@@ -123,20 +132,20 @@ def test_what_a_look_took_longer_than_alone_is_what_it_rests_for(own, truth):
     assert pace.take(ended + (ended - began) * LOOK_RESTS)
 
 
-@pytest.mark.parametrize("case", ["prompt", "routes", "no looks", "another layer", "no patience"])
+@pytest.mark.parametrize("case", ["prompt", "routes", "no looks", "no patience"])
 def test_nobody_is_looked_at(own, case):
     crew = honest(own)
     dispatch = make_dispatch(own, crew, patience_s=0.0 if case == "no patience" else 2.0)
     look_with(
         dispatch,
-        {"no looks": {}, "another layer": fixed(route_of(ANN, layers=(0,)))}.get(case, LOOKS),
+        {} if case == "no looks" else LOOKS,
         fixed(route_of(BOB, layers=LAYERS)) if case == "routes" else {},
     )
     forward(dispatch, count=SLOTS + 1 if case == "prompt" else SLOTS)
     assert ANN not in {call.peer for call in crew.calls}
 
 
-def test_law_2_and_3_a_look_that_is_taken_back_is_not_made_by_the_forward_that_is_under_way(own):
+def test_law_2_and_3_a_look_that_is_taken_back_ends_in_the_forward_that_is_under_way(own):
     crew = honest(own)
     dispatch = make_dispatch(own, crew)
     look_with(dispatch, LOOKS)
@@ -144,7 +153,7 @@ def test_law_2_and_3_a_look_that_is_taken_back_is_not_made_by_the_forward_that_i
     dispatch(0, *random_rows(0))
     look_with(dispatch, {})
     dispatch(1, *random_rows(1))
-    assert (crew.calls, dispatch.counters.remote) == ([], 0)
+    assert [call.layer for call in crew.calls] == [0]
 
 
 ANSWERS = {

@@ -451,6 +451,8 @@ class FanoutDispatch:
         if call.channel is not None:
             self._crew.took(call)
         try:
+            if not self._checks.compares(call) and self._take_unread(call, result, totals):
+                return
             sums = self._read(call, result)
         except Misbehaved as error:
             self._drop(twin)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from kvasir_node.base.ids import ExpertId, PeerId
 from kvasir_node.decide.dealing import fixed
 from kvasir_node.decide.spot_checks import SpotChecks
 from kvasir_node.model.missing import ExpertsMissing
+from kvasir_node.model.pair_split import PairSplitter
 from kvasir_node.model.tensor_file import read_tensor
 from kvasir_node.model.trunk import LocalDispatch
 from kvasir_node.roles.availability import PAUSED_MAX, Availability
@@ -153,6 +155,57 @@ def test_law_8_the_crew_is_told_how_a_call_ended(own, kind, error, wrong):
     assert told is None if error is None else isinstance(told, error)
     assert told_wrong is wrong
     assert crew.calls[0].abandoned == (kind == "silent")
+
+
+class Joins(PairSplitter):
+    """Keeps how sums came to be added up, and whether they could be."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.made: list[tuple[str, bool]] = []
+
+    def join(self, *given: Any) -> bool:
+        self.made.append(("read", joined := super().join(*given)))
+        return joined
+
+    def join_values(self, *given: Any) -> bool:
+        self.made.append(("frame", joined := super().join_values(*given)))
+        return joined
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "blamed"),
+    [
+        ("honest", [("frame", True)], False),
+        ("nan", [("frame", False), ("read", False)], True),
+        ("long", [], True),
+        ("other dtype", [], True),
+        ("empty", [], True),
+    ],
+)
+def test_an_answer_that_is_not_compared_is_added_up_out_of_its_frame_unless_it_is_wrong(own, truth, kind, made, blamed):
+    crew = FakeCrew({ANN: answer_of(own, kind)})
+    dispatch = make_dispatch(own, crew)
+    dispatch._splitter = joins = Joins()
+    follow(dispatch, route_of(ANN, None))
+    dispatch.begin(5)
+    inputs = random_rows(0)
+    torch.testing.assert_close(dispatch(0, *inputs), truth(0, *inputs), atol=1e-5, rtol=1e-5)
+    dispatch.tally()
+    assert joins.made == made
+    assert [wrong for _, _, wrong in crew.reports] == [blamed]
+    assert dispatch.counters.remote == (0 if blamed else crew.calls[0].pairs)
+
+
+@pytest.mark.parametrize("changes", [{"checks": True}, {"verifies_all": True}])
+def test_an_answer_that_is_compared_is_read(own, truth, changes):
+    dispatch = make_dispatch(own, FakeCrew({ANN: answer_of(own, "honest")}), **changes)
+    dispatch._splitter = joins = Joins()
+    follow(dispatch, route_of(ANN, None))
+    dispatch.begin(5)
+    inputs = random_rows(0)
+    torch.testing.assert_close(dispatch(0, *inputs), truth(0, *inputs), atol=1e-5, rtol=1e-5)
+    assert joins.made == [("read", True)]
 
 
 def test_law_8_a_worker_is_not_to_blame_where_the_model_itself_overflows(tmp_path):

@@ -334,7 +334,7 @@ class FanoutDispatch:
 
     def _new_call(self, peer: PeerId, layer: int, hidden_size: int, part: Part, limits: CallLimits) -> RemoteCall:
         forward = self._forward
-        is_sample = self._is_long or layer == forward.sampled or forward.look_more_s is not None
+        is_sample = self._is_long or layer == forward.sampled or forward.looks
         return RemoteCall(peer, layer, part, hidden_size, self._encoding, limits, next(self._common.numbers), is_sample)
 
     def _twin_of(self, call: RemoteCall) -> RemoteCall | None:

@@ -81,6 +81,10 @@ class Forward:
             self.look_more_s = 0.0 if pace.take(time.monotonic()) else math.inf
         return self.look_more_s < LOOK_LOSS_S
 
+    @property
+    def looks(self) -> bool:
+        return self.look_more_s is not None and self.look_more_s < math.inf
+
     def remote_counts(self) -> torch.Tensor:
         if self.remote is None:
             self.remote = torch.zeros(self.rows, dtype=torch.int64)

@@ -118,6 +118,16 @@ def test_between_two_looks_all_is_computed_here(own):
     assert dispatch.counters.remote == sum(call.pairs for call in crew.calls)
 
 
+def test_in_a_forward_that_may_not_look_only_the_sampled_layer_of_what_is_elsewhere_anyhow_is_timed(own):
+    crew = honest(own)
+    dispatch = make_dispatch(own, crew)
+    look_with(dispatch, LOOKS, fixed(route_of(BOB, None, layers=LAYERS[1:])))
+    dispatch._common.look_pace.took(10.0, time.monotonic())
+    for _ in LAYERS:
+        forward(dispatch)
+    assert [call.layer for call in crew.calls if call.is_sample] == [1, 2]
+
+
 def test_what_a_look_took_longer_than_alone_is_what_it_rests_for(own, truth):
     crew = FakeCrew({ANN: lambda call: None}, deadline_s=0.02)
     dispatch = make_dispatch(own, crew)

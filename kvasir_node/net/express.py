@@ -200,7 +200,7 @@ class ExpressChannel:
         while (frame := self._next_frame()) is None:
             if timeout_s > 0 and self._is_drained:  # to ask first takes 1 µs, to find nothing 3
                 left_s = until - self._clock()
-                is_there = left_s > 0 and (self._spin(left_s) or self._ready(select.POLLIN, left_s))
+                is_there = left_s > 0 and (self._spin(left_s) or self._sleep(until - self._clock()))
                 self._spinning.waited(self._clock() - began_at if is_there else timeout_s)
                 if not is_there:
                     return None
@@ -307,6 +307,10 @@ class ExpressChannel:
         ended_at = self._clock()
         self._spinning.spun(ended_at - began_at, time.thread_time() - began_s, ended_at)
         return bool(found)
+
+    def _sleep(self, left_s: float) -> bool:
+        """Whether something came, or the end, within what a spin has left of the time: perhaps nothing."""
+        return left_s > 0 and self._ready(select.POLLIN, left_s) != 0
 
     def _ready(self, events: int, timeout_s: float) -> int:
         """Which of the events, or the end, came within the time; 0 for none."""

@@ -143,9 +143,7 @@ class PairSplitter:
         """allowed [M]: whether each machine may be given anything now; rows [T, D]; chosen [T, K] int64;
         weights [T, K]."""
         known = self._given
-        if known is None or any(
-            new is not old for new, old in zip((rows, chosen, weights), known.tensors, strict=True)
-        ):
+        if known is None or not known.are(rows, chosen, weights):
             known = self._given = self._look_at(rows, chosen, weights)
         if known is None:
             return self._by_torch(table, allowed, rows.to(self._dtype), chosen, weights)
@@ -156,7 +154,7 @@ class PairSplitter:
         narrows = rows.dtype is torch.float32 and self._dtype is torch.bfloat16
         (count, each), width = chosen.shape, rows.shape[1]
         row_bytes = width * self._dtype.itemsize
-        if self._split is None or rows.device.type != "cpu" or row_bytes % 4:
+        if self._split is None or rows.device.type != "cpu" or row_bytes % 4 or not count:
             return None
         given = (
             (rows if narrows else rows.to(self._dtype)).contiguous(),

@@ -162,7 +162,7 @@ def test_the_largest_finite_values_are_finite(way, how, dtype):
 
 def layer_of(seed: int, rows: int, rows_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    chosen = torch.stack([torch.randperm(EXPERTS, generator=draw)[:3] for _ in range(rows)])
+    chosen = torch.rand(rows, EXPERTS, generator=draw).argsort(1)[:, :3].contiguous()
     return [torch.randn(rows, WIDTH, generator=draw).to(rows_dtype), chosen, torch.rand(rows, 3, generator=draw)]
 
 
@@ -192,7 +192,7 @@ def test_what_the_same_tensors_hold_by_now_is_split_whoever_had_them_copied(way,
 
 def test_forwards_of_all_sizes_take_turns(way):
     splitter, allowed = splitter_of(way, torch.float32), [True] * 4
-    for seed, rows in enumerate([1, 7, 2, 40, 7, 1, 40]):
+    for seed, rows in enumerate([1, 7, 2, 40, 0, 7, 1, 40]):
         table, given = table_of([(seed * each) % 4 for each in range(EXPERTS)]), layer_of(seed, rows)
         expected = splitter_of("torch", torch.float32).split(table, allowed, *given)
         assert_alike(splitter.split(table, allowed, *given), expected, torch.float32)

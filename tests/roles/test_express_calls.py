@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvasir_node.base.settings import NetworkSettings
 from kvasir_node.decide.placement import Assignment
 from kvasir_node.model.checkpoint import ExpertMaths
 from kvasir_node.model.experts import ExpertShard
+from kvasir_node.model.kernels.library import is_able
 from kvasir_node.net.express import ExpressChannel, result_of
 from kvasir_node.net.libp2p_host import Libp2pTransport, open_libp2p_transport
 from kvasir_node.net.rpc import CallStream
@@ -29,7 +31,7 @@ from kvasir_node.roles.content import run_inline
 from kvasir_node.roles.express_calls import ExpressCalls
 from kvasir_node.roles.link import Compute, Link, compute_here
 from kvasir_node.wire.messages import EXPERTS_PROTOCOL, ExpertsMethod
-from kvasir_node.wire.tensors import ExpertRequest, read_answer, request_parts
+from kvasir_node.wire.tensors import Encoding, ExpertRequest, answer_parts, read_answer, read_request, request_parts
 
 MODEL = ModelId(cid_of(b"model", DAG_CBOR_CODEC))
 PART = SliceId(0, 0, 1)
@@ -37,11 +39,11 @@ RETRY_S = 0.1
 LEASE = Assignment("lease", MODEL, "float32", PART, PeerId("carl"), (), PeerId("hub"))
 
 
-def tiny_shard() -> ExpertShard:
-    shard = ExpertShard(ExpertMaths(), HIDDEN, INNER)
+def tiny_shard(hidden: int = HIDDEN, inner: int = INNER) -> ExpertShard:
+    shard = ExpertShard(ExpertMaths(), hidden, inner)
     generator = torch.Generator().manual_seed(1)
     for index in range(2):
-        wide, tall = torch.randn(INNER, HIDDEN, generator=generator), torch.randn(HIDDEN, INNER, generator=generator)
+        wide, tall = torch.randn(inner, hidden, generator=generator), torch.randn(hidden, inner, generator=generator)
         shard.add(ExpertId(0, index), {"gate": wide, "up": wide, "down": tall})
     return shard
 
@@ -107,7 +109,12 @@ OpenEnds = Callable[..., Ends]
 
 @asynccontextmanager
 async def ends_with(
-    folder: Path, *, compute: Compute = compute_here, express: bool = True, answer_delay_s: float = 0.0
+    folder: Path,
+    *,
+    compute: Compute = compute_here,
+    express: bool = True,
+    answer_delay_s: float = 0.0,
+    shard: ExpertShard | None = None,
 ) -> AsyncIterator[Ends]:
     settings = NetworkSettings(listen=("/ip4/127.0.0.1/tcp/0",))
     async with AsyncExitStack() as stack:
@@ -122,7 +129,7 @@ async def ends_with(
             carl.peer_id,
             MODEL,
             "float32",
-            tiny_shard(),
+            shard or tiny_shard(),
             body_bytes_max=1 << 20,
             in_flight_max=4,
             compute=compute,
@@ -164,6 +171,42 @@ async def test_a_link_answers_over_its_channel_with_the_very_sums_and_its_loop_h
     assert ends.rows == [1, 3, 2]
     assert ends.coordinator.asked == ["ATTACH", "EXPRESS"]
     assert_no_thread_is_left()
+
+
+def with_pair(request: ExpertRequest, row: int, expert: int) -> ExpertRequest:
+    """Its last pair is this one."""
+    pair_row, pair_expert = request.pair_row.clone(), request.pair_expert.clone()
+    pair_row[-1], pair_expert[-1] = row, expert
+    return replace(request, pair_row=pair_row, pair_expert=pair_expert)
+
+
+@pytest.mark.skipif(not is_able(), reason="no kernels for this processor")
+async def test_where_a_kernel_answers_whole_requests_a_link_says_the_same_as_in_parts(tmp_path):
+    shard = tiny_shard(64, 32)
+    assert shard.answer_kernel() is not None
+    request = replace(request_for(PART, 3), rows=torch.randn(3, 64, generator=torch.Generator().manual_seed(5)))
+    bad_rows = request.rows.clone()
+    bad_rows[1, 7] = float("nan")
+    refused = (
+        (with_pair(request, 3, 0), Misbehaved, "outside the 3 rows"),
+        (with_pair(request, 0, -1), Misbehaved, "outside the 3 rows"),
+        (with_pair(request, 0, 2), Overloaded, "not held"),
+        (with_pair(request, 0, 2**31 - 1), Overloaded, "not held"),
+        (replace(request, rows=bad_rows), Misbehaved, "NaN"),
+        (replace(request, layer=1), Overloaded, "not held"),
+    )
+    async with ends_with(tmp_path, shard=shard) as ends:
+        await ends.attached()
+        for encoding in (Encoding.FLOAT32, Encoding.BFLOAT16, Encoding.INT8):
+            parts = request_parts(request, encoding)
+            answer = await ends.coordinator.ask(*parts)
+            read = read_request(memoryview(bytearray(b"".join(parts))), hidden_size=64)
+            expected = answer_parts(compute_here(shard, replace(read, rows=read.rows.float())), encoding)
+            assert answer[16:] == b"".join(expected)[16:]
+        for bad, error, match in refused:
+            with pytest.raises(error, match=match):
+                await ends.coordinator.ask(*request_parts(bad))
+    assert ends.rows == [3, 3, 3]
 
 
 @pytest.mark.parametrize("why", ["not offered", "not wanted", "nonsense"])

@@ -27,7 +27,7 @@ from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES, Routes, cautio
 ABLE_MAX = 4  # machines among which an expert is dealt; more would hardly balance better
 
 
-SENDING = 0.25  # of our own time of a call, before we begin to compute: the rest is before it leaves, and after
+SENDING_SHARE = 0.25  # of our own time of a call: in it the worker has its frame, or will have, and we do not compute
 
 Price = Callable[[PeerId | None, float, int], tuple[float, float, float]]
 """A machine's three prices, None = here, for one that should get about such a share of a layer's pairs, in a layer that
@@ -128,7 +128,7 @@ def pricing(costs: Costs, chosen: int, row_bytes: float) -> Price:
         worker = None if peer is None else costs.workers.get(peer)
         if worker is None:
             own = costs.own
-            return own.layer_s + SENDING * own.call_s * workers, own.expert_s, own.pair_s
+            return own.layer_s + SENDING_SHARE * own.call_s * workers, own.expert_s, own.pair_s
         others = 1.0 - 1.0 / workers
         more, link_more = caution(others * worker.doubt), caution(others * worker.link_doubt)
         both_ways_s = worker.sent_byte_s + worker.received_byte_s

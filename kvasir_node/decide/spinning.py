@@ -29,9 +29,10 @@ class Spinning:
         """How long to spin before sleeping; 0 = not at all."""
         return SPIN_S if self.allowed and self._usual_s <= SPIN_S and now >= self._rests_until else 0.0
 
-    def waited(self, took_s: float) -> None:
-        """From when it was waited for until it came, or until it was given up."""
-        self._usual_s += (min(took_s, 2 * SPIN_S) - self._usual_s) / 4
+    def waited(self, took_s: float, *, came: bool) -> None:
+        """From when it was waited for until it came, or until it was given up: soon, perhaps, which tells nothing."""
+        if came or took_s > SPIN_S:
+            self._usual_s += (min(took_s, 2 * SPIN_S) - self._usual_s) / 4
 
     def spun(self, took_s: float, used_s: float, now: float) -> None:
         """`used_s`: processor time of this thread in it."""

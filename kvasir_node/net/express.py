@@ -201,7 +201,7 @@ class ExpressChannel:
             if timeout_s > 0 and self._is_drained:  # to ask first takes 1 µs, to find nothing 3
                 left_s = until - self._clock()
                 is_there = left_s > 0 and (self._spin(left_s) or self._sleep(until - self._clock()))
-                self._spinning.waited(self._clock() - began_at if is_there else timeout_s)
+                self._spinning.waited(self._clock() - began_at if is_there else timeout_s, came=is_there)
                 if not is_there:
                     return None
             self._make_room()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.base.ids import PeerId, SliceId
 from kvasir_node.decide.costs import Costs, OwnCosts, WorkerCosts
-from kvasir_node.decide.dealing import ABLE_MAX, SENDING, Dealing, Prices, deal, dealings, fixed, pricing
+from kvasir_node.decide.dealing import ABLE_MAX, SENDING_SHARE, Dealing, Prices, deal, dealings, fixed, pricing
 from kvasir_node.decide.prediction import CALL_BYTES, PAIR_BYTES
 
 ANN, BOB, CHO = PeerId("ann"), PeerId("bob"), PeerId("cho")
@@ -74,7 +74,7 @@ def test_prices_are_those_of_predictions_with_what_the_last_of_several_may_be_la
     others = 1 - 1 / workers
     worker = WorkerCosts(2.0, 0.25, 0.5, 0.0625, 0.001, 0.002, doubt=1.0 / others, link_doubt=2.0 / others)
     price = pricing(Costs(OWN, {ANN: worker}), chosen=2, row_bytes=100)
-    assert price(None, 0.5, workers) == (0.25 + SENDING * OWN.call_s * workers, 1.0, 0.125)
+    assert price(None, 0.5, workers) == (0.25 + SENDING_SHARE * OWN.call_s * workers, 1.0, 0.125)
     fixed_s, expert_s, pair_s = price(ANN, 0.0, workers)
     assert fixed_s == pytest.approx(1.5 * 0.25 + 2 * (2.0 + CALL_BYTES / 2 * 0.003))
     assert expert_s == 1.5 * 0.5

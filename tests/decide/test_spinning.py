@@ -12,14 +12,14 @@ from kvasir_node.decide.spinning import CROWDED, LEAST_S, REST_S, SPIN_S, Spinni
 def after(*waits: float) -> Spinning:
     spinning = Spinning()
     for wait_s in waits:
-        spinning.waited(wait_s)
+        spinning.waited(wait_s, came=True)
     return spinning
 
 
 def test_who_gives_way_to_others_sleeps():
     spinning = Spinning(allowed=False)
     for _ in range(20):
-        spinning.waited(0.0)
+        spinning.waited(0.0, came=True)
     assert spinning.spin_s(1.0) == 0.0
 
 
@@ -42,6 +42,16 @@ def test_at_first_it_sleeps():
 )
 def test_it_spins_where_the_next_usually_comes_within_a_moment(waits, spins):
     assert (after(*waits).spin_s(1.0) > 0) == spins
+
+
+def test_what_was_given_up_soon_tells_nothing_and_what_was_long_in_vain_does():
+    spinning, impatient = after(*[0.001] * 20), Spinning()
+    for _ in range(20):
+        impatient.waited(0.001, came=False)
+    assert impatient.spin_s(1.0) == 0.0
+    for _ in range(8):
+        spinning.waited(0.1, came=False)
+    assert spinning.spin_s(1.0) == 0.0
 
 
 def test_it_spins_no_longer_than_that():
@@ -77,6 +87,6 @@ def test_spins_that_found_something_at_once_say_nothing_of_others():
 def test_law_7_it_never_spins_for_longer_whatever_it_is_told(told, now):
     spinning = Spinning()
     for wait_s, took_s, used_s in told:
-        spinning.waited(wait_s)
+        spinning.waited(wait_s, came=took_s > 5)
         spinning.spun(took_s, used_s, now)
         assert spinning.spin_s(now) in (0.0, SPIN_S)

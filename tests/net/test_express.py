@@ -319,7 +319,7 @@ class Spins(Spinning):
     def spin_s(self, now: float) -> float:
         return self._spin_s
 
-    def waited(self, took_s: float) -> None:
+    def waited(self, took_s: float, *, came: bool) -> None:
         self.waits.append(took_s)
 
     def spun(self, took_s: float, used_s: float, now: float) -> None:

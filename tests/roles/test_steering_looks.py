@@ -29,7 +29,7 @@ from steering_fakes import (
 
 from kvasir_node.base.settings import FanoutSettings
 from kvasir_node.decide.dealing import Dealing
-from kvasir_node.decide.looks import LOOK_RESTS, LookPace
+from kvasir_node.decide.looks import LOOK_LOSS_S, LOOK_RESTS, LookPace
 from kvasir_node.roles.steering import Load
 
 SLOW = 5.0  # times: a worker's computing while it loads
@@ -55,24 +55,34 @@ class Serving:
         while trio.current_time() < until:
             number += 1
             sampled, took_s, own_call_s = number % LAYERS, ALONE_S, None
-            for layer, dealing in world.dealt[0].items():
-                more_s, calls = self._call(dealing, tells=layer == sampled)
+            looked_s: float | None = None  # what this forward's look cost more; None = it does not look
+            for layer in range(LAYERS):
+                dealing, look = world.dealt[0].get(layer), world.looks.get(layer)
+                if dealing is not None:
+                    more_s, calls = self._call(dealing, tells=layer == sampled)
+                elif self.looks and look is not None and self._may_look(layer, looked_s):
+                    more_s, calls = self._call(look, tells=True)
+                    looked_s = (looked_s or 0.0) + more_s
+                    pace.took(looked_s, trio.current_time() + took_s + more_s)
+                else:
+                    continue
                 took_s += more_s
                 own_call_s = OWN_CALL_S if calls else own_call_s
-            look = world.looks.get(sampled)
-            if self.looks and look is not None and sampled not in world.dealt[0] and pace.take(trio.current_time()):
-                more_s, calls = self._call(look, tells=True)
-                took_s += more_s
-                own_call_s = OWN_CALL_S if calls else own_call_s
-                pace.took(more_s, trio.current_time() + took_s)
+            if looked_s is not None:
                 self.looks_made += 1
-                self.looked_s += max(0.0, more_s)
-                self.longest_s = max(self.longest_s, more_s)
+                self.looked_s += max(0.0, looked_s)
+                self.longest_s = max(self.longest_s, looked_s)
             await trio.sleep(took_s)
             world.measure_forward(SLOTS, own_call_s)
             world.step(SLOTS / took_s)
             if world.steering.on and self.on_at is None:
                 self.on_at = trio.current_time()
+
+    def _may_look(self, layer: int, looked_s: float | None) -> bool:
+        """As the dispatch would: the first layer decides, and a look that has become dear ends."""
+        if looked_s is None:
+            return layer == 0 and self.pace.take(trio.current_time())
+        return looked_s < LOOK_LOSS_S
 
     def _call(self, dealing: Dealing, *, tells: bool) -> tuple[float, int]:
         """What a layer takes longer so than alone, and how many calls it makes."""

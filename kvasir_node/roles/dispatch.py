@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
@@ -77,7 +77,7 @@ class FanoutDispatch:
     `dtype` is what the model computes in, and what rows travel in unless `set_encoding` says otherwise. `spot_checks`
     says which rows of an answer are compared with our own result before any of it is used; with `verifies_all` every
     row must be known twice. `body_bytes_max` is the largest frame that may be sent. `draw` chooses who computes a row
-    the second time; nobody should be able to foretell it.
+    the second time; nobody should be able to foretell it. Looks take their time from `clock`.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class FanoutDispatch:
         body_bytes_max: int,
         observer: Observer | None = None,
         draw: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
         self._dtype = dtype
@@ -105,6 +106,7 @@ class FanoutDispatch:
         self._body_bytes_max = body_bytes_max
         self._observer = observer
         self._draw = draw or random.SystemRandom()
+        self._clock = clock
         self._common = _Common(Heat(layers, experts_per_layer))
         self._rows_of_all = torch.zeros(0, dtype=torch.int64)  # pair_row of all pairs of a forward, for all its layers
         self._shape_of_all: tuple[int, ...] = (0, 0)  # T, K
@@ -219,7 +221,7 @@ class FanoutDispatch:
         is_decode = forward.rows <= routes.decode_rows_max
         route = (routes.decode if is_decode else routes.prompt).get(layer)
         look = routes.looks.get(layer) if is_decode and route is None else None
-        if look is not None and forward.patience_s > 0 and forward.may_look(self._common.look_pace):
+        if look is not None and forward.patience_s > 0 and forward.may_look(self._common.look_pace, self._clock()):
             total = self._look(look, layer, rows, chosen, weights)
         elif route is None or forward.patience_s <= 0:
             total = self._compute_all(layer, rows, chosen, weights)
@@ -294,11 +296,11 @@ class FanoutDispatch:
         self, look: DealTable, layer: int, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """A split like any other, at a loss perhaps: after it nobody is looked at for so long that it hardly counts."""
-        forward, began, alone_s = self._forward, time.monotonic(), chosen.numel() * self._common.times.pair_s
+        forward, began, alone_s = self._forward, self._clock(), chosen.numel() * self._common.times.pair_s
         try:
             return self._split(look, layer, rows, chosen, weights)
         finally:
-            ended = time.monotonic()
+            ended = self._clock()
             forward.look_more_s = (forward.look_more_s or 0.0) + ended - began - alone_s
             self._common.look_pace.took(forward.look_more_s, ended)
 

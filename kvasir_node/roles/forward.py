@@ -75,10 +75,10 @@ class Forward:
     served: Served = field(default_factory=Served)
     look_more_s: float | None = None  # what its look took longer than alone; None = not decided, infinite = it has none
 
-    def may_look(self, pace: LookPace) -> bool:
+    def may_look(self, pace: LookPace, now: float) -> bool:
         """Whether this forward looks, which the first of its layers decides, and has not become too dear."""
         if self.look_more_s is None:
-            self.look_more_s = 0.0 if pace.take(time.monotonic()) else math.inf
+            self.look_more_s = 0.0 if pace.take(now) else math.inf
         return self.look_more_s < LOOK_LOSS_S
 
     @property

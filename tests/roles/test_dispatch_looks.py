@@ -65,6 +65,11 @@ def honest(own) -> FakeCrew:
     return FakeCrew(dict.fromkeys((ANN, BOB), lambda call: memoryview(bytearray(honest_body(own, call.request)))))
 
 
+def unhurried(own, crew: FakeCrew, observer: Heard | None = None) -> FanoutDispatch:
+    """No look costs anything, however busy this machine is."""
+    return make_dispatch(own, crew, clock=lambda: 0.0, observer=observer)
+
+
 def look_with(dispatch: FanoutDispatch, looks: Dealings | None, decode: Dealings | None = None) -> None:
     dispatch.set_routes(decode or {}, {}, SLOTS, looks)
 
@@ -83,7 +88,7 @@ def forward(dispatch: FanoutDispatch, seed: int = 0, count: int = SLOTS) -> list
 
 def test_all_layers_of_a_forward_are_looked_at_and_what_each_took_is_told(own):
     crew, heard = honest(own), Heard()
-    dispatch = make_dispatch(own, crew, observer=heard)
+    dispatch = unhurried(own, crew, observer=heard)
     look_with(dispatch, LOOKS)
     for seed in range(3):
         rest(dispatch)
@@ -108,10 +113,10 @@ def test_a_look_that_has_become_dear_ends_and_the_layers_after_it_are_computed_h
 
 def test_between_two_looks_all_is_computed_here(own):
     crew = honest(own)
-    dispatch = make_dispatch(own, crew)
+    dispatch = unhurried(own, crew)
     look_with(dispatch, LOOKS)
     forward(dispatch)
-    dispatch._common.look_pace.took(10.0, time.monotonic())
+    dispatch._common.look_pace.took(10.0, 0.0)
     for _ in range(6):
         forward(dispatch)
     assert len(crew.calls) == 3
@@ -120,9 +125,9 @@ def test_between_two_looks_all_is_computed_here(own):
 
 def test_in_a_forward_that_may_not_look_only_the_sampled_layer_of_what_is_elsewhere_anyhow_is_timed(own):
     crew = honest(own)
-    dispatch = make_dispatch(own, crew)
+    dispatch = unhurried(own, crew)
     look_with(dispatch, LOOKS, fixed(route_of(BOB, None, layers=LAYERS[1:])))
-    dispatch._common.look_pace.took(10.0, time.monotonic())
+    dispatch._common.look_pace.took(10.0, 0.0)
     for _ in LAYERS:
         forward(dispatch)
     assert [call.layer for call in crew.calls if call.is_sample] == [1, 2]
@@ -157,7 +162,7 @@ def test_nobody_is_looked_at(own, case):
 
 def test_law_2_and_3_a_look_that_is_taken_back_ends_in_the_forward_that_is_under_way(own):
     crew = honest(own)
-    dispatch = make_dispatch(own, crew)
+    dispatch = unhurried(own, crew)
     look_with(dispatch, LOOKS)
     dispatch.begin(SLOTS)
     dispatch(0, *random_rows(0))

@@ -46,8 +46,9 @@ PROBE_TOKENS = 32  # of the answers that are compared
 BURST_S = 2.0  # about, of one burst
 SETTLE_S = 4.0  # after a change of load, before a coordinator with workers is measured
 EMULATED_SETTLE_S = 30.0  # after emulated workers came: their steps are that much longer, and loading them cost time
-EMULATED_BURSTS = 3  # of which the median counts
-PARTS_SHARE, REAL_SHARE = 0.1, 0.45  # of the time; the rest is for emulated devices
+EMULATED_BURSTS = 3  # of each side, of which the median counts
+PARTS_SHARE, REAL_SHARE = 0.1, 0.35  # of the time; the rest is for emulated devices
+PHASES_SHARE = 0.9  # of the rest: for emulated workers, after which no more of the coordinator alone is measured
 STALLED_S = 120.0  # without one more proven slice
 POLL_S = 0.3
 CONTEXT = 512
@@ -252,35 +253,39 @@ class _Bench:
         phases += [(far, rtt_ms) for rtt_ms in FAR_RTTS_MS if far]
         found: list[EmulatedPoint] = []
         with ExitStack() as stack:
-            self._say(f"starting a coordinator that is {SLOWDOWN} times slower")
+            self._say(f"starting two coordinators that are {SLOWDOWN} times slower, one of them alone")
             slow = {"compute.slowdown": SLOWDOWN}
-            main = self._coordinator(stack, "emulated", self._all_cores, **slow)
+            sides = {
+                ALONE: self._coordinator(stack, "slow-alone", self._all_cores, **slow, **{"fanout.enabled": "false"}),
+                WORKER: self._coordinator(stack, "slow", self._all_cores, **slow),
+            }
             with self._not_counted():
-                main.await_ready()
-            alone: dict[int, Burst] = {}
+                for side in sides.values():
+                    side.await_ready()
             lengths: dict[int, int] = {}
             for number, count in enumerate(counts):
-                lengths[count] = self._warm_up({ALONE: main}, count, TOKENS_MIN)
-                alone[count] = self._median_burst(main, count, lengths[count])
-                if number and self._left_s(1) < (1 - REAL_SHARE) * self._plan.seconds * 0.7:
+                lengths[count] = self._warm_up(sides, count, TOKENS_MIN)
+                alone = self._in_turns({ALONE: sides[ALONE]}, count, lengths[count])[ALONE]
+                idle_s = alone.token_s if number == 0 else found[0].latency_ms / 1000
+                found.append(_point(0, 0.0, count, alone, alone, parts, idle_s))
+                if number and self._left_s(1) < (1 - REAL_SHARE) * self._plan.seconds * PHASES_SHARE:
                     break
-            found += [_point(0, 0.0, count, burst, burst, parts, alone) for count, burst in alone.items()]
             for number, (workers, rtt_ms) in enumerate(phases):
                 if self._left_s(1) <= 0 and number:
                     self._say("no time left for the rest")
                     break
                 ends_s = self._left_s(1) / (len(phases) - number)
-                found += self._phase(main, workers, rtt_ms, alone, lengths, parts, ends_s)
+                found += self._phase(sides, workers, rtt_ms, lengths, parts, found[0].latency_ms / 1000, ends_s)
         return found
 
     def _phase(
         self,
-        main: BenchNode,
+        sides: Mapping[str, BenchNode],
         workers: int,
         rtt_ms: float,
-        alone: Mapping[int, Burst],
         lengths: Mapping[int, int],
         parts: Mapping[int, StepParts],
+        idle_s: float,
         seconds: float,
     ) -> list[EmulatedPoint]:
         self._say(f"{workers} emulated workers at {rtt_ms:g} ms")
@@ -288,23 +293,34 @@ class _Bench:
         copies = min(COPIES_MAX, workers)
         room = _with_spare(self._memory_bytes * copies // workers)  # so that each gets its share and no more
         found: list[EmulatedPoint] = []
+        main = sides[WORKER]
         with ExitStack() as stack:
             nodes = [
                 self._worker(stack, number, main, self._all_cores, room, **settings) for number in range(1, workers + 1)
             ]
             self._share_out(main, nodes, copies)
             ends_at = monotonic() + seconds
-            for number, count in enumerate(sorted(alone, key=_away_from_at)):
+            for number, count in enumerate(sorted(lengths, key=_away_from_at)):
                 if number and monotonic() > ends_at:
                     break
                 self._settle(main, count, TOKENS_MIN, SETTLE_S if number else EMULATED_SETTLE_S)
-                burst = self._median_burst(main, count, lengths[count])
-                found.append(_point(workers, rtt_ms, count, burst, alone[count], parts, alone))
+                medians = self._in_turns(sides, count, lengths[count])
+                found.append(_point(workers, rtt_ms, count, medians[WORKER], medians[ALONE], parts, idle_s))
         return found
 
-    def _median_burst(self, node: BenchNode, count: int, length: int) -> Burst:
-        bursts = [node.burst(self._prompts[:count], length) for _ in range(EMULATED_BURSTS)]
-        return sorted(bursts, key=lambda each: each.tokens_per_s)[EMULATED_BURSTS // 2]
+    def _in_turns(self, sides: Mapping[str, BenchNode], count: int, length: int) -> dict[str, Burst]:
+        """The median of some bursts of each side. The one with workers settles before each of its own, as it had
+        nothing to do meanwhile."""
+        bursts: dict[str, list[Burst]] = {name: [] for name in sides}
+        for _ in range(EMULATED_BURSTS):
+            for name, side in sides.items():
+                if name == WORKER:
+                    self._settle(side, count, TOKENS_MIN)
+                bursts[name].append(side.burst(self._prompts[:count], length))
+        return {
+            name: sorted(each, key=lambda burst: burst.tokens_per_s)[EMULATED_BURSTS // 2]
+            for name, each in bursts.items()
+        }
 
     # Nodes ----------------------------------------------------------------------------------------------------
 
@@ -405,7 +421,7 @@ def _point(
     burst: Burst,
     alone: Burst,
     parts: Mapping[int, StepParts],
-    all_alone: Mapping[int, Burst],
+    idle_s: float,
 ) -> EmulatedPoint:
     return EmulatedPoint(
         workers,
@@ -415,7 +431,7 @@ def _point(
         alone.tokens_per_s,
         parts[count].bound_equal(workers),
         1000 * burst.token_s,
-        1000 * all_alone[min(all_alone)].token_s,
+        1000 * idle_s,
     )
 
 

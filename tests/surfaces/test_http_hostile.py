@@ -110,6 +110,29 @@ async def test_a_connection_that_is_to_be_closed_is_closed_after_the_answer(path
     assert (b"data: [DONE]" in answer) == (body == BODY)
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/v1/models", "evil.example", 200),
+        ("HTTP://127.0.0.1:1/v1/models?a=b", "localhost", 200),
+        ("http://[::1]/%76%31/models", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("http://localhost@evil.example/v1/models", "localhost", 403),
+        ("ftp://localhost/v1/models", "localhost", 404),
+        ("http://localhost/nope", "localhost", 404),
+    ],
+)
+async def test_a_target_that_is_a_whole_url_is_taken_and_its_host_counts(target, host, status):
+    async with serve(FakeNode(settings_with())) as served, await connect(served.url) as stream:
+        await stream.send_all(f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+        answer = b""
+        with trio.fail_after(5):
+            async for part in stream:
+                answer += part
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 GARBAGE = [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 70_000, b"\r\n" * 9]
 
 

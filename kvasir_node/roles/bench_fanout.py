@@ -47,7 +47,7 @@ BURST_S = 2.0  # about, of one burst
 SETTLE_S = 4.0  # after a change of load, before a coordinator with workers is measured
 EMULATED_SETTLE_S = 30.0  # after emulated workers came: their steps are that much longer, and loading them cost time
 EMULATED_BURSTS = 3  # of each side, of which the median counts
-PARTS_SHARE, REAL_SHARE = 0.1, 0.35  # of the time; the rest is for emulated devices
+PARTS_SHARE, REAL_SHARE = 0.1, 0.35  # of the time; the rest is for emulated workers, if there are any
 PHASES_SHARE = 0.9  # of the rest: for emulated workers, after which no more of the coordinator alone is measured
 STALLED_S = 120.0  # without one more proven slice
 POLL_S = 0.3
@@ -205,7 +205,7 @@ class _Bench:
             points = {count: RealPoint(part) for count, part in parts.items()}
             lengths = {count: self._warm_up(sides, count, TOKENS_MIN) for count in points}
             rounds = 0
-            while rounds == 0 or self._left_s(REAL_SHARE) > 0:
+            while rounds == 0 or self._left_s(REAL_SHARE if any(self._plan.workers) else 1.0) > 0:
                 rounds += 1
                 self._say(f"round {rounds} with a real worker")
                 for count, point in points.items():
@@ -264,8 +264,9 @@ class _Bench:
                     side.await_ready()
             lengths: dict[int, int] = {}
             for number, count in enumerate(counts):
-                lengths[count] = self._warm_up(sides, count, TOKENS_MIN)
-                alone = self._in_turns({ALONE: sides[ALONE]}, count, lengths[count])[ALONE]
+                with self._not_counted():
+                    lengths[count] = self._warm_up(sides, count, TOKENS_MIN)
+                alone = sides[ALONE].burst(self._prompts[:count], lengths[count])
                 idle_s = alone.token_s if number == 0 else found[0].latency_ms / 1000
                 found.append(_point(0, 0.0, count, alone, alone, parts, idle_s))
                 if number and self._left_s(1) < (1 - REAL_SHARE) * self._plan.seconds * PHASES_SHARE:

@@ -100,6 +100,7 @@ class _Judged:
 @dataclass(slots=True)
 class Governor:
     BIAS_LIMITS: ClassVar[tuple[float, float]] = (0.5, 2.0)  # alone as measured, as a multiple of predicted
+    ROWS_MAX: ClassVar[float] = 2.0  # times those planned for: what more of them would take alone is not known
     LATE: ClassVar[float] = 1.5  # budgets: less is an honest step on a machine that does other things as well
     LATE_STEPS: ClassVar[int] = 32  # over which the share of late ones is smoothed: one or two are no habit
 
@@ -132,10 +133,17 @@ class Governor:
         return self._plan
 
     def observe(self, tokens: float, rows: int, took_s: float, now: float) -> None:
-        """So many tokens came of steps of about so many rows in that time; steps with prompts in them do not count."""
-        if self._reference is None or tokens <= 0.0 or took_s <= 0.0 or now - self._changed_at < self.limits.settle_s:
+        """So many tokens, of answers and prompts, were computed in steps of about so many rows in that time.
+
+        Steps of far more rows than were planned for do not count. Those with a short prompt do: where answers are
+        short, most steps have one, and a loss would last.
+        """
+        reference = self._reference
+        if reference is None or tokens <= 0.0 or took_s <= 0.0 or now - self._changed_at < self.limits.settle_s:
             return
-        alone = took_s * self._alone_tokens_per_s(self._reference, rows)
+        if rows > self.ROWS_MAX * reference.rows:
+            return
+        alone = took_s * self._alone_tokens_per_s(reference, rows)
         if self._plan is None:
             low, high = self.BIAS_LIMITS
             self._bias += (min(high, max(low, tokens / alone)) - self._bias) / 8
@@ -144,8 +152,9 @@ class Governor:
         self._judged.alone_tokens += alone * self._bias
         self._judged.took_s += took_s
         self._judged.count += 1
-        is_late = took_s > self.LATE * self._reference.budget_s / self._bias
-        self._late_share += (is_late - self._late_share) / self.LATE_STEPS
+        if rows <= reference.rows:  # a prompt takes its time
+            is_late = took_s > self.LATE * reference.budget_s / self._bias
+            self._late_share += (is_late - self._late_share) / self.LATE_STEPS
 
     def _alone_tokens_per_s(self, plan: Plan, rows: int) -> float:
         """A step's time between the two that are predicted, as a power of the rows."""

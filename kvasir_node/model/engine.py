@@ -66,6 +66,7 @@ class Engine:
         self._is_to_forget = False
         self.prompt_tokens = 0  # of all prompts whose computing has begun
         self.reused_tokens = 0  # of these, those that were found in the cache
+        self.rows_computed = 0  # tokens that went through a forward, of prompts and answers
 
     @property
     def lanes(self) -> int:
@@ -149,6 +150,7 @@ class Engine:
         chosen = [self._choose(forward) for forward in forwards]
         for forward in forwards:
             forward.lane.commit()
+            self.rows_computed += sum(map(len, forward.tokens))
         return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
 
     def _shares(self) -> list[list[Seat]]:

@@ -58,6 +58,9 @@ class Computes(Protocol):
     @property
     def reused_tokens(self) -> int: ...
 
+    @property
+    def rows_computed(self) -> int: ...
+
     def check(self, job: Job) -> None: ...
 
     def join(self, job: Job) -> None: ...
@@ -170,12 +173,12 @@ class Desk:
 
     async def _step(self, requests: Sequence[int]) -> KvasirError | None:
         """One step of the engine and what follows from it; returns why it failed for everybody."""
-        has_prompt, started = self._engine.is_prefilling, trio.current_time()
+        has_prompt, started, before = self._engine.is_prefilling, trio.current_time(), self._engine.rows_computed
         tokens, error = await self._computed()
         now = trio.current_time()
         for token in tokens:
             self._deliver(token, now)
-        self._stepped(StepMeasured(requests, len(tokens), now - started, has_prompt))
+        self._stepped(StepMeasured(requests, self._engine.rows_computed - before, now - started, has_prompt))
         return error
 
     async def _computed(self) -> tuple[Sequence[StepToken], KvasirError | None]:

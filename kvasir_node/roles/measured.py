@@ -63,10 +63,11 @@ class LinkMeasured:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured:
-    """One step of the engine. `requests`: those that it may have computed for; no tokens came of one that failed."""
+    """One step of the engine. `requests`: those that it may have computed for. `rows`: tokens that were computed, of
+    answers and prompts; none in a step that failed."""
 
     requests: Sequence[int]
-    tokens: int
+    rows: int
     took_s: float
     has_prompt: bool
 

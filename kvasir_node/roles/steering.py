@@ -211,8 +211,8 @@ class Steering:
         now = self._clock()
         if self._is_refreshing:
             self._is_refreshing = step.has_prompt
-        elif not step.has_prompt:
-            self._governor.observe(step.tokens, step.tokens, step.took_s, now)
+        else:
+            self._governor.observe(step.rows, step.rows, step.took_s, now)
         lanes = 1 if self._decision is None else self._decision.lanes
         if self._engine.lanes == 1:
             self._in_one_lane_at = now

@@ -275,6 +275,24 @@ def test_fewer_rows_are_held_against_alone_with_fewer_rows():
     assert governor.measured_gain == pytest.approx(60 / 50, rel=0.01)
 
 
+@pytest.mark.parametrize(("rows", "ends"), [(16, True), (31, True), (32, True), (33, False)])
+def test_steps_with_a_short_prompt_are_judged_and_those_with_a_long_one_are_not(rows, ends):
+    """Alone gives 100 tokens/s at 16 rows and 25 at one, so 141 at 32; steps of half of that are a loss."""
+    governor = Governor()
+    governor.consider(wanted(offer(1.5, idle_s=0.04)), 0.0)
+    for step in range(8):
+        governor.observe(rows, rows, 2 * rows / 141.0, 1.0 + step)
+    assert governor.consider(wanted(offer(1.5), 1.5), 9.0).on is not ends
+
+
+def test_a_step_with_a_prompt_may_take_longer_than_the_budget():
+    governor = Governor()
+    governor.consider(wanted(offer(2.0)), 0.0)
+    for step in range(40):
+        governor.observe(400, 32, 0.9, 1.0 + step)
+        assert governor.consider(wanted(offer(2.0), 2.0), 1.0 + step).on
+
+
 @pytest.mark.parametrize(("every", "stays"), [(40, True), (6, False)])
 def test_tokens_that_now_and_then_wait_for_ever_so_long_end_a_plan_that_gains_in_the_mean(every, stays):
     """Steps of 16 tokens in 10 ms, 16 times as quick as alone; some take 0.9 s, of a budget of 0.5 s."""

@@ -112,8 +112,9 @@ class World:
         self.costing.call_measured(CallMeasured(peer, activated, pairs, 2048 * rows, 2048 * rows, took_s, computed_s))
         return took_s
 
-    def step(self, tokens_per_s: float, *, has_prompt: bool = False) -> None:
-        self.steering.stepped(StepMeasured((1,), SLOTS, SLOTS / tokens_per_s, has_prompt))
+    def step(self, tokens_per_s: float, *, prompt_rows: int = 0) -> None:
+        rows = SLOTS + prompt_rows
+        self.steering.stepped(StepMeasured((1,), rows, rows / tokens_per_s, prompt_rows > 0))
 
     def dealings_set(self, decode: Dealings, prompt: Dealings, looks: Dealings) -> None:
         self.dealt, self.looks = (decode, prompt), looks

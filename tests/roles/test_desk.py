@@ -57,7 +57,7 @@ class FakeEngine:
     """
 
     context = 64
-    prompt_tokens = reused_tokens = 0
+    prompt_tokens = reused_tokens = rows_computed = 0
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -105,7 +105,9 @@ class FakeEngine:
         fault = self.faults.popleft() if self.faults else None
         if fault is not None:
             raise fault
-        return [self._next(seat) for seat in list(self.seats.values())]
+        seats = list(self.seats.values())
+        self.rows_computed += sum(1 if seat.given else len(seat.job.prompt) for seat in seats)
+        return [self._next(seat) for seat in seats]
 
     def _next(self, seat: _Seat) -> StepToken:
         token = seat.job.prompt[seat.given % len(seat.job.prompt)]
@@ -291,11 +293,11 @@ async def test_a_drain_finishes_what_is_queued_and_refuses_what_is_new_and_two_d
         room.assert_empty()
 
 
-async def test_each_step_is_told_with_its_tokens_its_time_and_whether_it_had_prompts(autojump_clock):
+async def test_each_step_is_told_with_its_rows_its_time_and_whether_it_had_prompts(autojump_clock):
     async with open_room() as room:
         room.engine.faults.extend([None, DataError("the disk")])
         await room.ask("abc", 3)
-    assert [(step.tokens, step.has_prompt) for step in room.steps] == [(1, True), (0, False), (1, False), (1, False)]
+    assert [(step.rows, step.has_prompt) for step in room.steps] == [(3, True), (0, False), (1, False), (1, False)]
     assert {len(step.requests) for step in room.steps} == {1}
     assert all(step.took_s == pytest.approx(STEP_S) for step in room.steps)
 

@@ -38,6 +38,7 @@ class ScriptedEngine:
     context: int = 64
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    rows_computed: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     answered: Counter[int] = field(default_factory=Counter)
     joined: list[Job] = field(default_factory=list)

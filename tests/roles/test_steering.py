@@ -217,7 +217,7 @@ async def test_far_and_quick_workers_bring_lanes_and_now_and_then_a_step_in_one(
         assert world.engine.lanes == 1  # the step that is under way was begun in one
         lanes, alone = [], []
         for number in range(round(2.5 * REFRESH_S / 0.1)):
-            world.step(plan.predicted.tokens_per_s, has_prompt=number % 7 == 3)
+            world.step(plan.predicted.tokens_per_s, prompt_rows=16 * (number % 7 == 3))
             lanes.append(world.engine.lanes)
             alone.append(world.costing.in_one_lane)
             await trio.sleep(0.1)

@@ -100,7 +100,7 @@ class _Judged:
 @dataclass(slots=True)
 class Governor:
     BIAS_LIMITS: ClassVar[tuple[float, float]] = (0.5, 2.0)  # alone as measured, as a multiple of predicted
-    ROWS_MAX: ClassVar[float] = 2.0  # times those planned for: what more of them would take alone is not known
+    ROWS_MAX: ClassVar[int] = 2  # times those planned for: what more of them would take alone is not predicted
     LATE: ClassVar[float] = 1.5  # budgets: less is an honest step on a machine that does other things as well
     LATE_STEPS: ClassVar[int] = 32  # over which the share of late ones is smoothed: one or two are no habit
 
@@ -135,8 +135,8 @@ class Governor:
     def observe(self, tokens: float, rows: int, took_s: float, now: float) -> None:
         """So many tokens, of answers and prompts, were computed in steps of about so many rows in that time.
 
-        Steps of far more rows than were planned for do not count. Those with a short prompt do: where answers are
-        short, most steps have one, and a loss would last.
+        Steps of far more rows than were planned for do not count. Those with a short prompt do, by whichever routes
+        such go: where answers are short, most steps have one, and a loss would last.
         """
         reference = self._reference
         if reference is None or tokens <= 0.0 or took_s <= 0.0 or now - self._changed_at < self.limits.settle_s:
@@ -157,7 +157,10 @@ class Governor:
             self._late_share += (is_late - self._late_share) / self.LATE_STEPS
 
     def _alone_tokens_per_s(self, plan: Plan, rows: int) -> float:
-        """A step's time between the two that are predicted, as a power of the rows."""
+        """A step's time between two of the three that are predicted, as a power of the rows."""
+        if rows > plan.rows:
+            power = math.log2(plan.wide_s / plan.alone.token_s)
+            return rows / (plan.alone.token_s * (rows / plan.rows) ** power)
         if plan.rows <= 1:
             return rows / plan.idle_s
         power = math.log(plan.alone.token_s / plan.idle_s) / math.log(plan.rows)

@@ -67,6 +67,7 @@ class Plan:
     predicted: Prediction
     alone: Prediction
     idle_s: float  # a token of one row, at home
+    wide_s: float  # a step of twice the rows, at home
     budget_s: float  # what a token may take: max_slowdown × idle, or as long as at home if that is longer
     shares: Mapping[PeerId, float]  # of all pairs, by worker
     layers_shared: int  # layers of which a worker computes what is held here
@@ -117,6 +118,7 @@ class _Planning:
         self._trials = 0
         self._home = self._step(self._each(at_home, self._tables(1.0)), 1, 1.0)
         self._idle_s = self._home.taken_s
+        self._wide_s = self._step(self._each(at_home, self._tables(2.0 * rows)), 1, 2.0 * rows).taken_s
         self._home = self._step(self._each(at_home, self._tables(rows)), 1, rows)
         self._budget_s = max(self._home.taken_s, limits.max_slowdown * self._idle_s)
 
@@ -284,6 +286,7 @@ class _Planning:
             predicted=self._prediction(best),
             alone=self._prediction(self._home),
             idle_s=self._idle_s,
+            wide_s=self._wide_s,
             budget_s=self._budget_s,
             shares={peer: share for peer, share in zip(self._peers, shares[1:], strict=True) if share > 0.0},
             layers_shared=shared,

@@ -66,7 +66,7 @@ class Engine:
         self._is_to_forget = False
         self.prompt_tokens = 0  # of all prompts whose computing has begun
         self.reused_tokens = 0  # of these, those that were found in the cache
-        self.rows_computed = 0  # tokens that went through a forward, of prompts and answers
+        self.rows_computed = 0  # tokens, of answers and prompts; not of steps in which a prompt had its own forward
 
     @property
     def lanes(self) -> int:
@@ -150,8 +150,10 @@ class Engine:
         chosen = [self._choose(forward) for forward in forwards]
         for forward in forwards:
             forward.lane.commit()
-            self.rows_computed += sum(map(len, forward.tokens))
-        return [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
+        tokens = [token for each in zip(forwards, chosen, strict=True) for token in self._commit(*each)]
+        if all(forward.lane is not self._prefill_lane for forward in forwards):
+            self.rows_computed += sum(len(each) for forward in forwards for each in forward.tokens)
+        return tokens
 
     def _shares(self) -> list[list[Seat]]:
         """The running jobs by lane: neighbours together, because neighbouring slots are read without a copy."""

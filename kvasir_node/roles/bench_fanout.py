@@ -48,7 +48,7 @@ SETTLE_S = 4.0  # after a change of load, before a coordinator with workers is m
 EMULATED_SETTLE_S = 30.0  # after emulated workers came: their steps are that much longer, and loading them cost time
 EMULATED_BURSTS = 3  # of each side, of which the median counts
 PARTS_SHARE, REAL_SHARE = 0.1, 0.35  # of the time; the rest is for emulated workers, if there are any
-PHASES_SHARE = 0.9  # of the rest: for emulated workers, after which no more of the coordinator alone is measured
+PHASES_SHARE = 0.8  # of the rest: kept for emulated workers while the coordinator alone is measured
 STALLED_S = 120.0  # without one more proven slice
 POLL_S = 0.3
 CONTEXT = 512
@@ -120,7 +120,7 @@ class FanoutFigures:
 
 
 def measure(plan: Plan, folder: Path, say: Say) -> FanoutFigures:
-    """Blocks for about `plan.seconds`, and for what the nodes' start and the sharing out of experts take.
+    """Blocks for about `plan.seconds`, and at least as long again for nodes that start, share out experts and settle.
 
     Raises CapacityError when the memory of this machine is too small for the processes, Unreachable when one of them
     does not start or ends.
@@ -149,7 +149,7 @@ class _Bench:
         self._check_memory()
         parts = self._measure_parts()
         real, proven_ratio = self._measure_real(parts)
-        emulated = self._measure_emulated(parts) if self._plan.workers else []
+        emulated = self._measure_emulated(parts) if any(self._plan.workers) else []
         return FanoutFigures(self._checkpoint.path.name, real, tuple(emulated), self.same_tokens, proven_ratio)
 
     def _left_s(self, share: float) -> float:
@@ -158,7 +158,7 @@ class _Bench:
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
-        """Nodes that start, fetch and prove themselves take none of the time."""
+        """Nodes that start, fetch, prove themselves, warm up and settle take none of the time."""
         began_at = monotonic()
         try:
             yield
@@ -300,9 +300,9 @@ class _Bench:
                 self._worker(stack, number, main, self._all_cores, room, **settings) for number in range(1, workers + 1)
             ]
             self._share_out(main, nodes, copies)
-            ends_at = monotonic() + seconds
+            left_s = self._left_s(1) - seconds
             for number, count in enumerate(sorted(lengths, key=_away_from_at)):
-                if number and monotonic() > ends_at:
+                if number and self._left_s(1) < left_s:
                     break
                 self._settle(main, count, TOKENS_MIN, SETTLE_S if number else EMULATED_SETTLE_S)
                 medians = self._in_turns(sides, count, lengths[count])

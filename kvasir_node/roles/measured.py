@@ -64,7 +64,7 @@ class LinkMeasured:
 @dataclass(frozen=True, slots=True)
 class StepMeasured:
     """One step of the engine. `requests`: those that it may have computed for. `rows`: tokens that were computed, of
-    answers and prompts; none in a step that failed."""
+    answers and prompts; 0 of a step that failed, or in which a prompt had a forward of its own."""
 
     requests: Sequence[int]
     rows: int

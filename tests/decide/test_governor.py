@@ -20,7 +20,7 @@ LIMITS = GovernorLimits()
 
 
 def offer(gain: float, *, rows=16, workers=1, lanes=1, name=ANN, idle_s=0.01, obstacle="") -> Plan:
-    """A plan with that predicted gain over 100 tokens/s alone; without workers when it is 1."""
+    """A plan with that predicted gain over 100 tokens/s alone, 160 at twice the rows; without workers when it is 1."""
     shares = dict.fromkeys(NAMES[:workers], 0.5 / workers) if gain > 1.0 else {}
     return Plan(
         routes={0: (None, name if gain > 1.0 else None)},
@@ -30,6 +30,7 @@ def offer(gain: float, *, rows=16, workers=1, lanes=1, name=ANN, idle_s=0.01, ob
         predicted=Prediction(100.0 * gain, rows / 100.0 / gain, 1e6),
         alone=Prediction(100.0, rows / 100.0, 0.0),
         idle_s=idle_s,
+        wide_s=rows / 80.0,
         budget_s=0.5,
         shares=shares,
         layers_shared=1 if gain > 1.0 else 0,
@@ -277,12 +278,30 @@ def test_fewer_rows_are_held_against_alone_with_fewer_rows():
 
 @pytest.mark.parametrize(("rows", "ends"), [(16, True), (31, True), (32, True), (33, False)])
 def test_steps_with_a_short_prompt_are_judged_and_those_with_a_long_one_are_not(rows, ends):
-    """Alone gives 100 tokens/s at 16 rows and 25 at one, so 141 at 32; steps of half of that are a loss."""
+    """Alone gives 100 tokens/s at 16 rows and 160 at 32, so half of that is a loss at either."""
     governor = Governor()
-    governor.consider(wanted(offer(1.5, idle_s=0.04)), 0.0)
+    governor.consider(wanted(offer(1.5)), 0.0)
     for step in range(8):
-        governor.observe(rows, rows, 2 * rows / 141.0, 1.0 + step)
+        governor.observe(rows, rows, rows / 80.0, 1.0 + step)
     assert governor.consider(wanted(offer(1.5), 1.5), 9.0).on is not ends
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_alone_with_twice_the_rows_is_what_was_predicted(rows):
+    """Steps with prompts, while off, leave no bias that others are held against, and their gain is no loss."""
+    governor = Governor()
+    governor.consider(Situation(False, 0, offer(1.5, rows=rows)), 0.0)
+    for step in range(40):
+        governor.observe(2 * rows, 2 * rows, 2 * rows / 160.0, 1.0 + step)
+    governor.consider(wanted(offer(1.5, rows=rows)), 50.0)
+    for step in range(80):
+        governor.observe(2 * rows, 2 * rows, 2 * rows / 160.0 / 1.25, 51.0 + step)
+        assert governor.consider(wanted(offer(1.5, rows=rows), 1.5), 51.0 + step).on
+    assert governor.measured_gain == pytest.approx(1.25)
+    for step in range(80):
+        governor.observe(rows, rows, rows / 100.0 / 1.25, 151.0 + step)
+        governor.consider(wanted(offer(1.5, rows=rows), 1.5), 151.0 + step)
+    assert governor.measured_gain == pytest.approx(1.25)
 
 
 def test_a_step_with_a_prompt_may_take_longer_than_the_budget():

@@ -112,14 +112,18 @@ def test_a_look_that_has_become_dear_ends_and_the_layers_after_it_are_computed_h
 
 
 def test_between_two_looks_all_is_computed_here(own):
-    crew = honest(own)
-    dispatch = unhurried(own, crew)
+    crew, times = honest(own), [0.0]
+    dispatch = make_dispatch(own, crew, clock=lambda: times[0])
     look_with(dispatch, LOOKS)
     forward(dispatch)
     dispatch._common.look_pace.took(10.0, 0.0)
-    for _ in range(6):
+    for now in (1.0, 10.0, 10.0 * LOOK_RESTS - 1.0):
+        times[0] = now
         forward(dispatch)
     assert len(crew.calls) == 3
+    times[0] = 10.0 * LOOK_RESTS
+    forward(dispatch)
+    assert len(crew.calls) == 6
     assert dispatch.counters.remote == sum(call.pairs for call in crew.calls)
 
 

@@ -343,3 +343,12 @@ def test_one_more_worker_never_makes_a_plan_worse(drawn):
     )
     more, less = (plan(each, given_costs, rows, limits).predicted.tokens_per_s for each in (case, fewer))
     assert more >= 0.99 * less
+
+
+@pytest.mark.parametrize("own", [M_LIKE, S_LIKE])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_fewer_and_more_rows_take_alone_is_predicted_too(own, rows):
+    given_scene, given_costs = scene(4, 32, 4, 1), costs(own, like(own))
+    found = plan(given_scene, given_costs, rows, PlanLimits(4.0))
+    for other, taken_s in ((1, found.idle_s), (rows, found.alone.token_s), (2 * rows, found.wide_s)):
+        assert taken_s == pytest.approx(predict(given_scene, given_costs, other, 1, found.home).token_s)

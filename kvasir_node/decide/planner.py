@@ -116,10 +116,8 @@ class _Planning:
         self._is_small = len(scene.layers) * scene.experts <= SMALL_EXPERTS
         self._bytes_refused = False
         self._trials = 0
-        self._home = self._step(self._each(at_home, self._tables(1.0)), 1, 1.0)
-        self._idle_s = self._home.taken_s
-        self._wide_s = self._step(self._each(at_home, self._tables(2.0 * rows)), 1, 2.0 * rows).taken_s
-        self._home = self._step(self._each(at_home, self._tables(rows)), 1, rows)
+        self._idle_s, self._wide_s = self._alone(1.0).taken_s, self._alone(2.0 * rows).taken_s
+        self._home = self._alone(rows)
         self._budget_s = max(self._home.taken_s, limits.max_slowdown * self._idle_s)
 
     def best(self) -> Plan:
@@ -169,6 +167,10 @@ class _Planning:
         """One way for all layers, worked out once for each kind."""
         found = [way(kind, table) for kind, table in zip(self._kinds, tables, strict=True)]
         return [found[number] for number in self._kind_at]
+
+    def _alone(self, rows: float) -> _Step:
+        """Nothing that is held here leaves, in one lane."""
+        return self._step(self._each(at_home, self._tables(rows)), 1, rows)
 
     def _step(self, layers: list[LayerPlan], lanes: int, rows: float) -> _Step:
         trunk_s = self._costs.own.trunk(rows / lanes)

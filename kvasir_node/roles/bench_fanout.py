@@ -204,8 +204,8 @@ class _Bench:
             self._choose_prompts(sides[ALONE])
             points = {count: RealPoint(part) for count, part in parts.items()}
             lengths = {count: self._warm_up(sides, count, TOKENS_MIN) for count in points}
-            rounds = 0
-            while rounds == 0 or self._left_s(REAL_SHARE if any(self._plan.workers) else 1.0) > 0:
+            rounds, share = 0, REAL_SHARE if any(self._plan.workers) else 1.0
+            while rounds == 0 or self._left_s(share) > 0:
                 rounds += 1
                 self._say(f"round {rounds} with a real worker")
                 for count, point in points.items():
@@ -263,11 +263,12 @@ class _Bench:
                 for side in sides.values():
                     side.await_ready()
             lengths: dict[int, int] = {}
+            idle_s = 0.0
             for number, count in enumerate(counts):
                 with self._not_counted():
                     lengths[count] = self._warm_up(sides, count, TOKENS_MIN)
                 alone = sides[ALONE].burst(self._prompts[:count], lengths[count])
-                idle_s = alone.token_s if number == 0 else found[0].latency_ms / 1000
+                idle_s = idle_s or alone.token_s  # of the fewest, who come first
                 found.append(_point(0, 0.0, count, alone, alone, parts, idle_s))
                 if number and self._left_s(1) < (1 - REAL_SHARE) * self._plan.seconds * PHASES_SHARE:
                     break
@@ -276,7 +277,7 @@ class _Bench:
                     self._say("no time left for the rest")
                     break
                 ends_s = self._left_s(1) / (len(phases) - number)
-                found += self._phase(sides, workers, rtt_ms, lengths, parts, found[0].latency_ms / 1000, ends_s)
+                found += self._phase(sides, workers, rtt_ms, lengths, parts, idle_s, ends_s)
         return found
 
     def _phase(
@@ -304,7 +305,8 @@ class _Bench:
             for number, count in enumerate(sorted(lengths, key=_away_from_at)):
                 if number and self._left_s(1) < left_s:
                     break
-                self._settle(main, count, TOKENS_MIN, SETTLE_S if number else EMULATED_SETTLE_S)
+                if number == 0:
+                    self._settle(main, count, TOKENS_MIN, EMULATED_SETTLE_S)
                 medians = self._in_turns(sides, count, lengths[count])
                 found.append(_point(workers, rtt_ms, count, medians[WORKER], medians[ALONE], parts, idle_s))
         return found

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import trio
 from starlette.applications import Starlette
@@ -392,7 +392,7 @@ class _Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
         elif scope["type"] == "http":
-            await self._http(_in_origin_form(scope), Exchange(receive, send))
+            await self._http(scope, Exchange(receive, send))
 
     async def _http(self, scope: Scope, exchange: Exchange) -> None:
         self._running += 1
@@ -424,22 +424,6 @@ class _Guard:
     def _has_key(self, request: Request) -> bool:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
-
-
-def _in_origin_form(scope: Scope) -> Scope:
-    """A target may be a whole URL, as for a proxy; its authority counts then, whatever Host says (RFC 9112, 3.2.2)."""
-    scheme, mark, rest = scope.get("raw_path", b"").partition(b"://")
-    if not mark or scheme.lower() not in (b"http", b"https"):
-        return scope
-    authority, _, path = rest.partition(b"/")
-    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-    raw_path = b"/" + path
-    new = {
-        "raw_path": raw_path,
-        "path": unquote(raw_path.decode("latin-1")),
-        "headers": [*headers, (b"host", authority)],
-    }
-    return {**scope, **new}
 
 
 def _is_local_request(request: Request) -> bool:

@@ -1,8 +1,9 @@
 """hypercorn's HTTP connections on trio, with the bounds that its own accept loop lacks.
 
-It does not know the application. Four things differ from `hypercorn.trio.serve` 0.18: sends are not shielded
+It does not know the application. Five things differ from `hypercorn.trio.serve` 0.18: sends are not shielded
 from cancellation (a client that stops reading would keep the process alive for ever), connections are counted,
-one whose client has gone ends at once (and not after the idle timeout), and one whose handling fails ends alone.
+one whose client has gone ends at once (and not after the idle timeout), one whose handling fails ends alone, and
+an application gets paths where a request's target was a whole URL.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import logging
 import socket
 from typing import Any, cast
+from urllib.parse import unquote
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -92,7 +94,7 @@ class _Hosted:
     """What all connections share."""
 
     def __init__(self, app: ASGIFramework, context: WorkerContext, connections_max: int) -> None:
-        self.app = ASGIWrapper(app)
+        self.app = ASGIWrapper(_taking_whole_urls(app))
         self.context = context
         self.config = Config()
         self.config.errorlog = logger
@@ -141,3 +143,26 @@ class _Connection(TCPServer):
         except BaseException:
             await trio.aclose_forcefully(self.stream)
             raise
+
+
+def _taking_whole_urls(app: ASGIFramework) -> ASGIFramework:
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        await app(_in_origin_form(scope), receive, send)
+
+    return call
+
+
+def _in_origin_form(scope: Any) -> Any:
+    """A target may be a whole URL, as for a proxy; its authority counts then, whatever Host says (RFC 9112, 3.2.2)."""
+    scheme, mark, rest = scope.get("raw_path", b"").partition(b"://")
+    if not mark or scheme.lower() not in (b"http", b"https"):
+        return scope
+    authority, _, path = rest.partition(b"/")
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    raw_path = b"/" + path
+    new = {
+        "raw_path": raw_path,
+        "path": unquote(raw_path.decode("latin-1")),
+        "headers": [*headers, (b"host", authority)],
+    }
+    return {**scope, **new}

@@ -99,6 +99,12 @@ async def test_only_reading_is_allowed(built, method):
         assert (await client.get("/phone")).status_code == 200
 
 
+async def test_the_page_may_be_asked_for_by_a_whole_url(built):
+    async with page_port(built) as client:
+        answer = await client.get("/", extensions={"target": b"http://phone.example/phone/page.js"})
+    assert (answer.status_code, answer.content) == (200, SCRIPT)
+
+
 async def test_connections_to_the_page_are_bounded(built):
     async with page_port(built) as client:
         url = client.base_url
